@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastrl.base import checks
 from fastrl.objectives.preference_formulas import PREFERENCE_FORMULAS
+from fastrl.objectives.presets import entered_in
 
 #: formula -> the fields of Preference that it reads beside beta
 _READS = {
@@ -117,6 +118,12 @@ def _preference(overrides: dict[str, Any], formula: str, **defaults: Any) -> Pre
     return Preference(formula=formula, **(defaults | overrides))
 
 
+PREFERENCES: dict[str, Callable[..., Preference]] = {}
+"""Every preset by name; the command line and the tests read this table."""
+_preset = entered_in(PREFERENCES, "Preference")
+
+
+@_preset
 def DPO(beta: float = 0.1, label_smoothing: float = 0.0, **fields: Any) -> Preference:
     """DPO: `-log sigmoid(b)`, b = beta times the difference of the log-ratios (arXiv:2305.18290).
 
@@ -126,17 +133,11 @@ def DPO(beta: float = 0.1, label_smoothing: float = 0.0, **fields: Any) -> Prefe
     Args:
         beta: above 0, multiplies the log-ratios.
         label_smoothing: e, at least 0 and below 0.5.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "sigmoid", beta=beta, label_smoothing=label_smoothing)
 
 
+@_preset
 def IPO(beta: float = 0.1, **fields: Any) -> Preference:
     """IPO: `(difference of the log-ratios - 1 / (2 beta))^2`, beta being the paper's tau (arXiv:2310.12036, eq. 17).
 
@@ -145,17 +146,11 @@ def IPO(beta: float = 0.1, **fields: Any) -> Preference:
 
     Args:
         beta: above 0.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "ipo", beta=beta, average=True)
 
 
+@_preset
 def Hinge(beta: float = 0.1, **fields: Any) -> Preference:
     """`max(0, 1 - b)`, with b as in DPO: the hinge of RSO (arXiv:2309.06657), as in TRL and Liger.
 
@@ -163,17 +158,11 @@ def Hinge(beta: float = 0.1, **fields: Any) -> Preference:
 
     Args:
         beta: above 0, multiplies the log-ratios.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "hinge", beta=beta)
 
 
+@_preset
 def RobustDPO(beta: float = 0.1, label_smoothing: float = 0.1, **fields: Any) -> Preference:
     """Robust DPO: DPO's loss without the bias of labels flipped with probability e (arXiv:2403.00409).
 
@@ -182,17 +171,11 @@ def RobustDPO(beta: float = 0.1, label_smoothing: float = 0.1, **fields: Any) ->
     Args:
         beta: above 0, multiplies the log-ratios.
         label_smoothing: e, at least 0 and below 0.5.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "robust", beta=beta, label_smoothing=label_smoothing)
 
 
+@_preset
 def APOZero(beta: float = 0.1, **fields: Any) -> Preference:
     """APO-zero: raises the chosen and lowers the rejected response, `1 - sigmoid(b_w) + sigmoid(b_l)`.
 
@@ -200,17 +183,11 @@ def APOZero(beta: float = 0.1, **fields: Any) -> Preference:
 
     Args:
         beta: above 0, multiplies the log-ratios.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "apo-zero", beta=beta)
 
 
+@_preset
 def APODown(beta: float = 0.1, **fields: Any) -> Preference:
     """APO-down: lowers both responses, the rejected one more, `sigmoid(b_w) + 1 - sigmoid(b_w - b_l)`.
 
@@ -218,17 +195,11 @@ def APODown(beta: float = 0.1, **fields: Any) -> Preference:
 
     Args:
         beta: above 0, multiplies the log-ratios.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "apo-down", beta=beta)
 
 
+@_preset
 def SPPO(beta: float = 0.1, **fields: Any) -> Preference:
     """SPPO: `(log-ratio_w - 1 / (2 beta))^2 + (log-ratio_l + 1 / (2 beta))^2` (arXiv:2405.00675, eq. 4.7).
 
@@ -237,17 +208,11 @@ def SPPO(beta: float = 0.1, **fields: Any) -> Preference:
 
     Args:
         beta: above 0.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "sppo", beta=beta)
 
 
+@_preset
 def SimPO(beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0, **fields: Any) -> Preference:
     """SimPO: `-log sigmoid(beta (mean logp_w - mean logp_l) - gamma)`, without a reference (arXiv:2405.14734, eq. 6).
 
@@ -257,18 +222,12 @@ def SimPO(beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0, *
         beta: above 0, multiplies the mean log-probabilities.
         gamma: the margin.
         label_smoothing: as in `DPO`.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     own = {"beta": beta, "gamma": gamma, "label_smoothing": label_smoothing}
     return _preference(fields, "sigmoid", average=True, reference=False, **own)
 
 
+@_preset
 def CPO(beta: float = 0.1, label_smoothing: float = 0.0, nll_coef: float = 1.0, **fields: Any) -> Preference:
     """CPO: `-log sigmoid(beta (logp_w - logp_l))` without a reference, plus the chosen responses' NLL.
 
@@ -278,18 +237,12 @@ def CPO(beta: float = 0.1, label_smoothing: float = 0.0, nll_coef: float = 1.0, 
         beta: above 0, multiplies the log-probabilities.
         label_smoothing: as in `DPO`.
         nll_coef: at least 0, the NLL's weight.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     own = {"beta": beta, "label_smoothing": label_smoothing, "nll_coef": nll_coef}
     return _preference(fields, "sigmoid", reference=False, **own)
 
 
+@_preset
 def ORPO(beta: float = 0.1, nll_coef: float = 1.0, **fields: Any) -> Preference:
     """ORPO: the chosen responses' NLL plus `-beta log sigmoid(log odds_w - log odds_l)` (arXiv:2403.07691, eq. 6).
 
@@ -299,34 +252,22 @@ def ORPO(beta: float = 0.1, nll_coef: float = 1.0, **fields: Any) -> Preference:
     Args:
         beta: above 0, the weight of the odds' term.
         nll_coef: at least 0, the NLL's weight.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "odds-ratio", beta=beta, nll_coef=nll_coef, average=True, reference=False)
 
 
+@_preset
 def EXOPair(beta: float = 0.1, label_smoothing: float = 1e-3, **fields: Any) -> Preference:
     """EXO for pairs: the reverse KL from the policy's choice to labels smoothed by e > 0 (arXiv:2402.00856, eq. 16).
 
     Args:
         beta: above 0, multiplies the log-ratios.
         label_smoothing: e, above 0 and below 0.5.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "exo-pair", beta=beta, label_smoothing=label_smoothing)
 
 
+@_preset
 def NCAPair(beta: float = 0.1, **fields: Any) -> Preference:
     """NCA for pairs: `-log sigmoid(b_w) - (log sigmoid(-b_w) + log sigmoid(-b_l)) / 2` (arXiv:2402.05369).
 
@@ -334,17 +275,11 @@ def NCAPair(beta: float = 0.1, **fields: Any) -> Preference:
 
     Args:
         beta: above 0, multiplies the log-ratios.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "nca-pair", beta=beta)
 
 
+@_preset
 def BCOPair(beta: float = 0.1, **fields: Any) -> Preference:
     """BCO for pairs: `-log sigmoid(b_w) - log sigmoid(-b_l)`, b as in NCAPair (arXiv:2404.04656).
 
@@ -352,51 +287,16 @@ def BCOPair(beta: float = 0.1, **fields: Any) -> Preference:
 
     Args:
         beta: above 0, multiplies the log-ratios.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "bco-pair", beta=beta)
 
 
+@_preset
 def DiscoPOP(beta: float = 0.1, tau: float = 0.05, **fields: Any) -> Preference:
     """DiscoPOP: `-(1 - s) log sigmoid(b) + s exp(-b)` with s = sigmoid(b / tau) (arXiv:2406.08414, eq. 5).
 
     Args:
         beta: above 0, multiplies the log-ratios.
         tau: above 0, the width of the blend.
-        **fields: fields of `Preference`, in place of the preset's.
-
-    Returns:
-        The `Preference`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _preference(fields, "discopop", beta=beta, tau=tau)
-
-
-PREFERENCES: dict[str, Callable[..., Preference]] = {
-    preset.__name__: preset
-    for preset in (
-        DPO,
-        IPO,
-        Hinge,
-        RobustDPO,
-        APOZero,
-        APODown,
-        SPPO,
-        SimPO,
-        CPO,
-        ORPO,
-        EXOPair,
-        NCAPair,
-        BCOPair,
-        DiscoPOP,
-    )
-}
-"""Every preset by name; the command line and the tests read this table."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,51 +32,56 @@ def _kl(kind: str, coef: float | Tensor, weighted: bool = False) -> KL | None:
     return KL(kind, coef, weighted=weighted) if isinstance(coef, Tensor) or coef != 0 else None
 
 
+_Preset = TypeVar("_Preset", bound=Callable[..., Any])
+
+#: What ends the docstring of every preset of Objective or Preference.
+_ENDING = """    **fields: fields of `{kind}`, in place of the preset's.
+
+Returns:
+    The `{kind}`.
+
+Raises:
+    TypeError, ValueError: a field of the wrong type or value.
+"""
+
+
+def entered_in(presets: dict[str, Callable[..., Any]], kind: str) -> Callable[[_Preset], _Preset]:
+    """A decorator that enters a preset in a table by name, and ends its docstring with what all of a kind share."""
+
+    def entered(preset: _Preset) -> _Preset:
+        text = inspect.cleandoc(preset.__doc__ or "")
+        own = [text] if "Args:" in text else [text, "", "Args:"]
+        preset.__doc__ = "\n".join([*own, _ENDING.format(kind=kind)])
+        presets[preset.__name__] = preset
+        return preset
+
+    return entered
+
+
+PRESETS: dict[str, Callable[..., Objective]] = {}
+"""Every preset by name; the command line, the tests and the plots read this table."""
+_preset = entered_in(PRESETS, "Objective")
+
+
+@_preset
 def REINFORCE(**fields: Any) -> Objective:
-    """`-A logp`, token-mean (Williams, 1992).
-
-    Args:
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
-    """
+    """`-A logp`, token-mean (Williams, 1992)."""
     return _objective(fields, gate=NoGate(ratio=False))
 
 
+@_preset
 def GPG(**fields: Any) -> Objective:
-    """Group policy gradient: `-A logp` with group advantages, token-mean (arXiv:2504.02546).
-
-    Args:
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
-    """
+    """Group policy gradient: `-A logp` with group advantages, token-mean (arXiv:2504.02546)."""
     return _objective(fields, gate=NoGate(ratio=False))
 
 
+@_preset
 def CPI(**fields: Any) -> Objective:
-    """The surrogate `-r A` of conservative policy iteration and TRPO, token-mean (Kakade and Langford, 2002).
-
-    Args:
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
-    """
+    """The surrogate `-r A` of conservative policy iteration and TRPO, token-mean (Kakade and Langford, 2002)."""
     return _objective(fields, gate=NoGate(ratio=True))
 
 
+@_preset
 def PPO(clip: float = 0.2, clip_high: float | None = None, dual_clip: float | None = None, **fields: Any) -> Objective:
     """PPO's clipped surrogate, token-mean (arXiv:1707.06347); `dual_clip` as in arXiv:1912.09729.
 
@@ -84,33 +89,21 @@ def PPO(clip: float = 0.2, clip_high: float | None = None, dual_clip: float | No
         clip: the ratio's bounds are `1 - clip` and `1 + clip`.
         clip_high: the ratio's upper bound is `1 + clip_high`; None: `1 + clip`.
         dual_clip: above 1: the loss of a negative advantage is at most `-dual_clip A`; None: no such bound.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=Clip(clip, clip if clip_high is None else clip_high, dual=dual_clip))
 
 
+@_preset
 def PPOKL(coef: float | Tensor, **fields: Any) -> Objective:
     """PPO with a KL penalty instead of the clip: `-r A + coef KL(old || new)`, token-mean (arXiv:1707.06347).
 
     Args:
         coef: the KL term's weight, a float or a 0-dim tensor; the float 0 leaves it out.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=NoGate(ratio=True), kl=_kl("old-new", coef))
 
 
+@_preset
 def GRPO(clip: float = 0.2, clip_high: float | None = None, kl_coef: float | Tensor = 0.04, **fields: Any) -> Objective:
     """GRPO: PPO's clip, a k3 KL term, the mean over responses of each response's mean (arXiv:2402.03300).
 
@@ -118,170 +111,110 @@ def GRPO(clip: float = 0.2, clip_high: float | None = None, kl_coef: float | Ten
         clip: the ratio's bounds are `1 - clip` and `1 + clip`.
         clip_high: the ratio's upper bound is `1 + clip_high`; None: `1 + clip`.
         kl_coef: the KL term's weight, a float or a 0-dim tensor; the float 0 leaves it out.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     gate = Clip(clip, clip if clip_high is None else clip_high)
     return _objective(fields, gate=gate, kl=_kl("k3", kl_coef), aggregate="seq-mean-token-mean")
 
 
+@_preset
 def DrGRPO(max_length: int, clip: float = 0.2, **fields: Any) -> Objective:
     """Dr. GRPO: PPO's clip, sums over tokens divided by a constant length, no KL (arXiv:2503.20783).
 
     Args:
         max_length: the constant length, in tokens.
         clip: the ratio's bounds are `1 - clip` and `1 + clip`.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=Clip(clip, clip), aggregate="seq-mean-token-sum-norm", max_length=max_length)
 
 
+@_preset
 def BNPO(clip: float = 0.2, clip_high: float | None = None, **fields: Any) -> Objective:
     """GRPO's gate, averaged over the batch's tokens, no KL (TRL's `loss_type="bnpo"`).
 
     Args:
         clip: the ratio's bounds are `1 - clip` and `1 + clip`.
         clip_high: the ratio's upper bound is `1 + clip_high`; None: `1 + clip`.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=Clip(clip, clip if clip_high is None else clip_high))
 
 
+@_preset
 def DAPO(clip_low: float = 0.2, clip_high: float = 0.28, **fields: Any) -> Objective:
     """DAPO: a higher upper clip, token-mean, no KL (arXiv:2503.14476).
 
     Args:
         clip_low: the ratio's lower bound is `1 - clip_low`.
         clip_high: the ratio's upper bound is `1 + clip_high`.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=Clip(clip_low, clip_high))
 
 
+@_preset
 def GSPO(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
     """GSPO: PPO's clip on the response's geometric-mean ratio (arXiv:2507.18071).
 
     Args:
         clip_low: the ratio's lower bound is `1 - clip_low`.
         clip_high: the ratio's upper bound is `1 + clip_high`.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence", aggregate="seq-mean-token-mean")
 
 
+@_preset
 def GSPOToken(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
     """GSPO-token: the response's ratio, each token's own gradient, per-token advantages (arXiv:2507.18071).
 
     Args:
         clip_low: the ratio's lower bound is `1 - clip_low`.
         clip_high: the ratio's upper bound is `1 + clip_high`.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence-token", aggregate="seq-mean-token-mean")
 
 
+@_preset
 def SAPO(tau_pos: float = 1.0, tau_neg: float = 1.05, **fields: Any) -> Objective:
     """SAPO: a soft gate, weight sech^2, instead of the clip (arXiv:2511.20347).
 
     Args:
         tau_pos: above 0, the gate's tau for A > 0.
         tau_neg: above 0, the gate's tau for A <= 0.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=SoftGate(tau_pos, tau_neg), aggregate="seq-mean-token-mean")
 
 
+@_preset
 def CISPO(cap: float = 5.0, low: float | None = None, **fields: Any) -> Objective:
     """CISPO: REINFORCE weighted by the clipped, detached ratio, token-mean (arXiv:2506.13585).
 
     Args:
         cap: above 0, the ratio's upper bound.
         low: the ratio's lower bound; None: 0.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=StopGradientClip(cap, low))
 
 
+@_preset
 def GMPO(clip: float = 0.4, **fields: Any) -> Objective:
     """GMPO: the geometric mean of clipped token ratios (arXiv:2507.20673).
 
     Args:
         clip: above 0, the bound on each token's log-ratio.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=GeometricMean(clip), aggregate="seq-mean-token-mean")
 
 
+@_preset
 def LUSPO(clip_low: float = 3e-4, clip_high: float = 4e-4, **fields: Any) -> Objective:
     """LUSPO: GSPO with each response weighted by its length, aggregate "seq-mean-token-sum" (arXiv:2602.05261).
 
     Args:
         clip_low: the ratio's lower bound is `1 - clip_low`.
         clip_high: the ratio's upper bound is `1 + clip_high`.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=Clip(clip_low, clip_high), ratio="sequence", aggregate="seq-mean-token-sum")
 
 
+@_preset
 def VESPO(
     k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0, **fields: Any
 ) -> Objective:
@@ -294,17 +227,11 @@ def VESPO(
         lam_pos: lam of `GammaWeight` for A >= 0.
         k_neg: k of `GammaWeight` for A < 0.
         lam_neg: lam of `GammaWeight` for A < 0.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=GammaWeight(k_pos, lam_pos, k_neg, lam_neg), ratio="sequence-product")
 
 
+@_preset
 def DeepSeekV32(clip: float = 0.2, *, kl_coef: float | Tensor, off_policy_delta: float, **fields: Any) -> Objective:
     """DeepSeek-V3.2's GRPO: the unbiased k3 KL term and off-policy sequence masking (arXiv:2512.02556).
 
@@ -312,13 +239,6 @@ def DeepSeekV32(clip: float = 0.2, *, kl_coef: float | Tensor, off_policy_delta:
         clip: the ratio's bounds are `1 - clip` and `1 + clip`.
         kl_coef: the KL term's weight, a float or a 0-dim tensor; the float 0 leaves it out.
         off_policy_delta: in nats, the field of `Objective`.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(
         fields,
@@ -329,6 +249,7 @@ def DeepSeekV32(clip: float = 0.2, *, kl_coef: float | Tensor, off_policy_delta:
     )
 
 
+@_preset
 def FIPO(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
@@ -352,13 +273,6 @@ def FIPO(
         low: the lower bound of a token's weight.
         high: the upper bound of a token's weight.
         safe_ratio: the ratio above which a token with A < 0 is not weighted up, see `FutureKL`; None: no such ratio.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(
         fields,
@@ -367,6 +281,7 @@ def FIPO(
     )
 
 
+@_preset
 def ClipCov(
     clip: float = 0.2,
     clip_high: float | None = None,
@@ -387,18 +302,12 @@ def ClipCov(
         cov_low: the lower bound of the covariance of tokens that may be drawn.
         cov_high: the upper bound of the covariance of tokens that may be drawn.
         generator: what draws them, see `CovarianceClip`; None: the default one of the inputs' device.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     gate = Clip(clip, clip if clip_high is None else clip_high)
     return _objective(fields, gate=gate, covariance=CovarianceClip(fraction, cov_low, cov_high, generator))
 
 
+@_preset
 def KLCov(fraction: float = 2e-4, coef: float | Tensor = 1.0, **fields: Any) -> Objective:
     """KL-Cov: `-r A`, `+ coef |log r|` for the tokens that lower the entropy most, token-mean (arXiv:2505.22617).
 
@@ -407,17 +316,11 @@ def KLCov(fraction: float = 2e-4, coef: float | Tensor = 1.0, **fields: Any) -> 
     Args:
         fraction: the share of the valid tokens that is chosen.
         coef: the weight of `|log r|`, a float or a 0-dim tensor.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=NoGate(ratio=True), covariance=CovarianceKL(fraction, coef))
 
 
+@_preset
 def DPPO(
     kind: Literal["tv", "kl"] = "tv",
     low: float | None = None,
@@ -435,19 +338,13 @@ def DPPO(
         low: the divergence's bound for A <= 0, in nats for "kl"; None: the authors'.
         high: the divergence's bound for A > 0; None: the authors'.
         cap: above 0, the ratio's upper bound.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     threshold = {"tv": 0.15, "kl": 0.05}.get(kind, 0.0)
     gate = DivergenceMask(kind, threshold if low is None else low, threshold if high is None else high, cap)
     return _objective(fields, gate=gate)
 
 
+@_preset
 def IcePop(low: float = 0.5, high: float = 2.0, **fields: Any) -> Objective:
     """IcePop on the current ratio: REINFORCE weighted by the ratio to the rollout policy, 0 outside [low, high].
 
@@ -456,17 +353,11 @@ def IcePop(low: float = 0.5, high: float = 2.0, **fields: Any) -> Objective:
     Args:
         low: the smallest ratio that is kept.
         high: the largest ratio that is kept.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=RatioMask(low, high))
 
 
+@_preset
 def TOPR(low: float = 0.0, high: float = 1.0, **fields: Any) -> Objective:
     """TOPR: REINFORCE, its negative part weighted by the clipped ratio to the rollout policy (arXiv:2503.14286).
 
@@ -476,17 +367,11 @@ def TOPR(low: float = 0.0, high: float = 1.0, **fields: Any) -> Objective:
     Args:
         low: the ratio's lower bound for A <= 0.
         high: the ratio's upper bound for A <= 0.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=Tapered(low, high), ratio="sequence-product", aggregate="seq-mean-token-sum")
 
 
+@_preset
 def DRO(beta: float | Tensor, **fields: Any) -> Objective:
     """DRO: `-A logp + beta / 2 (log r)^2`, token-mean (arXiv:2405.19107; Kimi k1.5, arXiv:2501.12599).
 
@@ -495,47 +380,8 @@ def DRO(beta: float | Tensor, **fields: Any) -> Objective:
 
     Args:
         beta: the square's weight, a float or a 0-dim tensor; the float 0 leaves it out.
-        **fields: fields of `Objective`, in place of the preset's.
-
-    Returns:
-        The `Objective`.
-
-    Raises:
-        TypeError, ValueError: a field of the wrong type or value.
     """
     return _objective(fields, gate=NoGate(ratio=False), kl=_kl("old-new-k2", beta, weighted=True))
-
-
-PRESETS: dict[str, Callable[..., Objective]] = {
-    preset.__name__: preset
-    for preset in (
-        REINFORCE,
-        GPG,
-        CPI,
-        PPO,
-        PPOKL,
-        GRPO,
-        DrGRPO,
-        BNPO,
-        DAPO,
-        GSPO,
-        GSPOToken,
-        SAPO,
-        CISPO,
-        GMPO,
-        LUSPO,
-        VESPO,
-        DeepSeekV32,
-        FIPO,
-        ClipCov,
-        KLCov,
-        DPPO,
-        IcePop,
-        TOPR,
-        DRO,
-    )
-}
-"""Every preset by name; the command line, the tests and the plots read this table."""
 
 
 def any_numbers(name: str) -> Objective:
