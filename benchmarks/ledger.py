@@ -49,6 +49,7 @@ def linear(
     on_policy: bool = False,
     longest: int | None = None,
     kept: int = 0,
+    masked: bool = False,
     budget: int | str | None = None,
     teacher_hidden: int | None = None,
     gathered: int = 0,
@@ -62,6 +63,7 @@ def linear(
 
     Args: those of `plan_memory`, and
         device: whose memory holds nothing but the inputs and their gradients.
+        masked: whether the call has a mask, so that the host does not know how many tokens count.
         plan: to take whatever it costs; None: the one that the call chooses.
     """
     responses = _responses(tokens, longest)
@@ -80,6 +82,8 @@ def linear(
         ids = _ids(rows, vocab, gathered)
         batch = _batch(objective, responses, tokens, on_policy)
         targets = batch.pop("targets")
+        if masked:
+            given["mask"] = _empty(*rows, dtype=torch.bool)
 
         def result() -> Tensor:
             if teacher_hidden is not None:

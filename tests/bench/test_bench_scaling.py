@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from fastrl.planning.tiling import Needs, Pass, Tile, combined_rows
 sys.path.insert(0, str(BENCHMARKS))
 
 import scaling
+from ledger_record import GPU, record
 from scaling import GPUS, TOKENS, TP, Layout, Share, collective, share_of
 
 PAGE = ROOT / "docs" / "scaling.md"
@@ -251,24 +253,36 @@ def test_launches_of_sums_over_ranks() -> None:
     assert round(launches(Layout(8, 1, 8)) - launches(Layout(2, 1, 2))) == 6 * scaling._COMBINE_RANK
 
 
+def launched(made: Callable[[], Callable[[], object]]) -> int:
+    """The launches of a function on stand-ins for a GPU's tensors; `made` makes these, and returns it."""
+    pytest.importorskip("triton")
+    return record(made, H100, int).count
+
+
+def empty(*shape: int, needs: bool = False) -> torch.Tensor:
+    return torch.empty(shape, device=GPU, requires_grad=needs)
+
+
 @pytest.mark.parametrize("ranks", [2, 64])
 def test_launches_of_the_functions_that_sum(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the gather, which makes no launch but NCCL's."""
-    pytest.importorskip("triton")
-    from launches import counted
-
     monkeypatch.setattr(sums, "gather", lambda x, group: x.expand(ranks, *x.shape))
     responses = SpreadResponses(SimpleNamespace(), object(), [])  # type: ignore[arg-type]
-    x, upstream = torch.rand(10, requires_grad=True), torch.rand(10)
-    with counted() as summing:
-        total = responses.ranks_sum(x)
-    with counted() as back:
-        total.backward(upstream)
-    loss, terms, largest = torch.rand((), requires_grad=True), torch.rand(10), torch.rand(1)
-    with counted() as packing:
-        responses.totals(loss, terms, largest)
-    assert summing.total == back.total == scaling._SUM
-    assert packing.total == scaling._SUM + scaling._PACK
+
+    def summing() -> Callable[[], object]:
+        x = empty(10, needs=True)
+        return lambda: responses.ranks_sum(x)
+
+    def back() -> Callable[[], object]:
+        total, upstream = responses.ranks_sum(empty(10, needs=True)), empty(10)
+        return lambda: total.backward(upstream)
+
+    def packing() -> Callable[[], object]:
+        loss, terms, largest = empty(needs=True), empty(10), empty(1)
+        return lambda: responses.totals(loss, terms, largest)
+
+    assert launched(summing) == launched(back) == scaling._SUM
+    assert launched(packing) == scaling._SUM + scaling._PACK
 
 
 def test_more_gpus_tokens_and_speed() -> None:
@@ -285,20 +299,28 @@ def test_more_gpus_tokens_and_speed() -> None:
 
 def test_launches_to_combine_and_of_the_objective() -> None:
     """What the model takes for each gather is what the functions launch; of the objective, to a tenth."""
-    pytest.importorskip("triton")
-    from launches import counted
-
     for count in (2, 8):
-        ranks = Statistics(*torch.rand(4, count, 10).unbind())
-        with counted() as combining:
-            whole = Combined(torch.zeros(10, dtype=torch.int64))
-            whole.add(ranks, torch.ones(count, 10, dtype=torch.bool))
-            torch.stack(whole.finish())
-        assert combining.total == scaling._COMBINE + count * scaling._COMBINE_RANK
-    objective = RowObjective("clip", (0.2, 0.2, 0.0, 0.0))
-    with counted() as evaluating:
-        row_terms(*torch.rand(2, 10), None, objective, RowInputs(torch.ones(10), torch.ones(10), old=torch.rand(10)))
-    assert evaluating.total == pytest.approx(scaling._OBJECTIVE, rel=0.1)
+
+        def combining(count: int = count) -> Callable[[], object]:
+            ranks = Statistics(*empty(4, count, 10).unbind())
+
+            def run() -> object:
+                # The targets, and which rank has them: two launches stand for what a call does for these.
+                targets = torch.zeros(10, dtype=torch.int64, device=GPU)
+                whole = Combined(targets)
+                whole.add(ranks, torch.ones(count, 10, dtype=torch.bool, device=GPU))
+                return torch.stack(whole.finish())
+
+            return run
+
+        assert launched(combining) == scaling._COMBINE + count * scaling._COMBINE_RANK
+
+    def evaluating() -> Callable[[], object]:
+        logprobs, entropy, advantages, weights, old = (empty(10) for _ in range(5))
+        rows, objective = RowInputs(advantages, weights, old=old), RowObjective("clip", (0.2, 0.2, 0.0, 0.0))
+        return lambda: row_terms(logprobs, entropy, None, objective, rows)
+
+    assert launched(evaluating) == pytest.approx(scaling._OBJECTIVE, rel=0.1)
     assert combined_rows(8, "cuda") == 34952
     with use_plan("recompute"):
         one, two = (share_of(replace(CHUNKED, rows=rows), Layout(8, 1, 8), H100) for rows in (34952, 2 * 34952))

@@ -1,21 +1,21 @@
-"""How many kernels a call launches on a GPU with its backward, and how often the host waits; counted on the CPU."""
+"""How many kernels a call launches on a GPU with its backward, and how often the host waits, by its ledger."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+from places import BENCHMARKS
 
 import fastrl
+from fastrl.base.devices import H100
 
 pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("counted where the interpreter runs the kernels", allow_module_level=True)
+sys.path.insert(0, str(BENCHMARKS))
 
-from launches import launches_of
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+import ledger
 
 
 @pytest.mark.parametrize(
@@ -24,22 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
     ids=["ppo", "grpo", "grpo-masked", "dapo-masked"],
 )
 def test_recorded_sets_take_few_launches_and_no_wait(objective: Any, masked: bool, most: int) -> None:
-    torch.manual_seed(0)
-    shape, width, vocab = (4, 4), 16, 128
-    targets = torch.randint(vocab, shape)
-    sets = fastrl.SamplingMask.from_lists([sorted({int(t), 3, 70}) for t in targets.flatten()])
-    hidden, weight = torch.randn(*shape, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
-    arguments: dict[str, Any] = {"advantages": torch.randn(4), "old_logprobs": torch.randn(shape) - 1}
-    if objective.kl is not None:
-        arguments["ref_logprobs"] = torch.randn(shape) - 1
-    if masked:
-        arguments["mask"] = torch.rand(shape) < 0.8
-
-    def call() -> None:
-        out = fastrl.linear_policy_loss(hidden, weight, targets, objective=objective, sampling_mask=sets, **arguments)
-        torch.autograd.grad(out.loss, (hidden, weight))
-
-    with fastrl.use_backend("triton"):
-        found = launches_of(call)
-    assert found.total <= most, found.kernels.most_common()
-    assert not found.waits.total(), found.waits
+    found = ledger.linear(
+        16, 16, 128, torch.float32, H100, objective=objective, masked=masked, longest=4, kept=40, budget="1GiB"
+    )
+    assert found.count <= most, [launch.name for launch in found.launches]
+    assert not found.syncs
