@@ -174,9 +174,14 @@ def _answer(tokens: int, responses: int) -> Callable[[int], int]:
     return lambda count: tokens if count <= 2 else tokens // responses
 
 
+def floor(plan: Plan, device: Device, itemsize: int) -> float:
+    """The seconds below which no computation of its products can be: their operations, and the supports' bytes."""
+    return plan.flops / device.peak(itemsize) + device.seconds(plan.support_bytes)
+
+
 def text_of(ledger: Ledger, plan: Plan, device: Device, itemsize: int) -> str:
     """The ledger of a call that takes this plan, for operands of `itemsize` bytes."""
-    total, floor = ledger.seconds(device), plan.floor(device, itemsize)
+    total, least = ledger.seconds(device), floor(plan, device, itemsize)
     by_name: dict[str, list[Launch]] = {}
     for launch in ledger.launches:
         by_name.setdefault(launch.name, []).append(launch)
@@ -192,7 +197,7 @@ def text_of(ledger: Ledger, plan: Plan, device: Device, itemsize: int) -> str:
             *(_row(name, Ledger(launches, []), device) for name, launches in groups),
             "",
             f"the host waits: {', '.join(f'for {wait}' for wait in ledger.syncs) or 'none'}",
-            f"{plan.name}: {total * 1e3:.4g} ms modelled, {total / floor:.3f} x its floor of {floor * 1e3:.4g} ms",
+            f"{plan.name}: {total * 1e3:.4g} ms modelled, {total / least:.3f} x its floor of {least * 1e3:.4g} ms",
         ]
     )
 

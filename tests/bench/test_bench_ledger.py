@@ -59,7 +59,7 @@ def chunks(ledger: record.Ledger) -> int:
 def test_defaults_are_near_their_floors(shape: tuple[int, int, int]) -> None:
     for gradients, limit in zip((BOTH, FROZEN), SHAPES[shape], strict=True):
         ledger, plan = linear(shape, gradients=gradients), chosen(shape, gradients=gradients)
-        floor = plan.floor(H100, 2)
+        floor = calls.floor(plan, H100, 2)
         assert floor == (1 + len(gradients)) * 2 * shape[0] * shape[1] * shape[2] / H100.flops
         assert floor < ledger.seconds(H100) <= limit * floor, gradients
         assert sum(launch.traffic.flops for launch in ledger.launches) == plan.flops
@@ -211,7 +211,7 @@ def test_a_divergence_forms_three_products_of_the_student_and_one_of_the_teacher
     assert plan.name == "forward-gradient" and plan.flops == 2 * n * v * (3 * h + width)
     assert sum(launch.traffic.flops for launch in ledger.launches) == plan.flops
     assert ledger.count <= 18 and ledger.syncs == []
-    assert plan.floor(H100, 2) < ledger.seconds(H100) <= 1.08 * plan.floor(H100, 2)
+    assert calls.floor(plan, H100, 2) < ledger.seconds(H100) <= 1.08 * calls.floor(plan, H100, 2)
     (visit,) = [x.traffic for x in ledger.launches if x.name == "row_divergence_kernel"]
     # A weight is read and six statistics are written for each row; the second sweep finds the rows in the L2 cache.
     assert (visit.read, visit.written) == (n * (2 * 2 * v + 4), n * (2 * v + 6 * 4))
