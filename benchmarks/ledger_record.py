@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from fastrl.backend import choice
 from fastrl.backend.cuda.row_forward_gradient import use_clusters
 from fastrl.base.devices import Device
-from fastrl.operators.operator import body
+from fastrl.passes.operator import body
 
 #: A number that no machine's GPU has: nothing that is remembered about a real one is mixed up with it.
 GPU = torch.device("cuda", 100)

@@ -30,8 +30,8 @@ from triton.runtime import jit
 from fastrl.backend.contract import Best, Divergence, Entries, Statistics, Support, Transform
 from fastrl.backend.triton import backend
 from fastrl.kernels import row_statistics
-from fastrl.linear import statistics as linear_statistics
 from fastrl.objectives.rows import RowInputs
+from fastrl.passes import linear
 
 #: Triton defines its kernels for the interpreter if it sees this.
 _INTERPRETER = "TRITON_INTERPRET"
@@ -155,8 +155,8 @@ def _visit(logits: Tensor, masked: bool, transform: Transform, entropy: bool, be
 def _slope(dtype: torch.dtype, vector: int) -> None:
     """What a frozen head visits its rows for: d logp, like cross-entropy, or d entropy."""
     logits, (targets, _) = torch.zeros(1, _ROWS, _VOCAB, dtype=dtype), _per_row()
-    inputs, out = linear_statistics._slope_inputs(vector, targets), torch.empty_like(logits) if vector else None
-    backend.row_forward_gradient(logits, targets, None, Transform(), linear_statistics._SLOPE, inputs, out)
+    inputs, out = linear._slope_inputs(vector, targets, 1.0), torch.empty_like(logits) if vector else None
+    backend.row_forward_gradient(logits, targets, None, Transform(), linear._SLOPE, inputs, out)
 
 
 def _scale(dtype: torch.dtype, out_dtype: torch.dtype) -> None:

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
 from fastrl.base.devices import Device
-from fastrl.objectives.dependence import ANY, SPREAD, TOKEN, Given, scope
+from fastrl.objectives.row_local import ANY, SPREAD, TOKEN, Given, scope
 from fastrl.objectives.rows import TERMS
 from fastrl.planning.budget import parse_budget, text
 from fastrl.planning.command import NAMED_GPUS, call_arguments, call_parser
 from fastrl.planning.memory import call_of
-from fastrl.planning.plans import Call, Plan, choose, passes
+from fastrl.planning.plans import Plan, choose, passes
 from fastrl.planning.prices import times
-from fastrl.planning.tiling import combined_rows
+from fastrl.planning.tiling import Call, combined_rows
 
 #: GPUs that NVLink joins; bytes a second that the collectives of each move over it and to other nodes, each way.
 NODE, NVLINK, NETWORK = 8, 370e9, 46e9
@@ -66,8 +66,8 @@ class Layout(NamedTuple):
         """The part of a call without recorded supports that the rank with most tokens and entries has."""
         rows, all_rows, longest = (-(-n // self.cp) for n in (call.rows, call.all_rows, call.longest))
         vocab, shared = -(-call.vocab // self.tp), self.tp > 1
-        own = replace(call, rows=rows, all_rows=all_rows, longest=longest, vocab=vocab)
-        return replace(own, shards=self.tp, partial=shared)
+        own = call._replace(rows=rows, all_rows=all_rows, longest=longest, vocab=vocab)
+        return own._replace(shards=self.tp, partial=shared)
 
 
 class Collective(NamedTuple):
@@ -236,7 +236,7 @@ def _hidden(call: Call, plan: Plan, chunks: list[int], tp: int, products: float)
     count, behind = 1, 0.0
     if plan.name == "frozen-head":
         count = call.slopes
-    elif plan.name == "two-pass" and call.sizes.narrow:  # each chunk of rows is rounded once it is summed
+    elif plan.name == "two-pass" and call.dtype.itemsize < 4:  # each chunk of rows is rounded once it is summed
         count = -(-call.rows // plan.tiles["hidden"].rows)
     elif plan.name in _BY_CHUNK and call.needs.weight:
         behind = products / plan.units * chunks[-1] / call.rows
@@ -329,7 +329,7 @@ def fastest(call: Call, tokens: int, gpus: int, device: Device) -> Layout:
 
 def of_sequence(call: Call, tokens: int, layout: Layout, device: Device) -> Share | None:
     """The share of a rank if `call` had one response of so many tokens; None if memory does not suffice."""
-    share = share_of(replace(call, rows=tokens, all_rows=tokens, longest=tokens), layout, device)
+    share = share_of(call._replace(rows=tokens, all_rows=tokens, longest=tokens), layout, device)
     return share if share.fits(device) else None
 
 
@@ -363,7 +363,7 @@ def _line(tokens: int, layout: Layout, share: Share | None) -> tuple[str, ...]:
 def over_ranks(call: Call, objective: Any, on_policy: bool = False) -> Call:
     """The call if the tokens of a response lie over the ranks of a group."""
     given = Given(old=not on_policy, over_ranks=True)
-    return call if objective is None else replace(call, scope=scope(objective, given))
+    return call if objective is None else call._replace(scope=scope(objective, given))
 
 
 def main(argv: Sequence[str]) -> None:

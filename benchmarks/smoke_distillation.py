@@ -12,7 +12,7 @@ import torch
 from smoke_parts import NATS, Found, Part, allowed, copy
 from torch import Tensor
 
-from fastrl.backend.choice import kernels
+from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Best, Divergence, Entries, Transform
 from fastrl.bench import plain
 from fastrl.bench.contenders import Outcome, Run
@@ -33,7 +33,7 @@ def distillation_parts(problem: Problem) -> Iterator[Part]:
 def _pair_parts(problem: Problem, divergence: Divergence) -> Iterator[Part]:
     logits, c = problem.inputs["logits"], problem.tokens.upstream[0]
     teacher, out, identity = logits.roll(1, 0), torch.empty_like(logits), Transform()
-    backend, once = kernels("triton", logits), problem.size.once
+    backend, once = row_functions("triton", logits), problem.size.once
     rows = problem.tokens.sampled()
     exact, eager = (_answers(logits, teacher, divergence, c, rows, dtype) for dtype in (torch.float64, logits.dtype))
     bound = allowed(_errors(eager, exact), logits.dtype)
@@ -85,7 +85,7 @@ def _errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> Found:
 
 def _entry_parts(problem: Problem) -> Iterator[Part]:
     logits, targets = problem.inputs["logits"], problem.tokens.targets
-    (count, vocab), backend = logits.shape, kernels("triton", logits)
+    (count, vocab), backend = logits.shape, row_functions("triton", logits)
     k = min(_ENTRIES, vocab)
     # Distinct in each row, in an order of its own, and in both slices.
     ids = (targets[:, None] - torch.arange(k, device=logits.device) * (vocab // k)) % vocab

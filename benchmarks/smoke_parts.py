@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tune import CLIP
 
-from fastrl.backend.choice import kernels
+from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import LossTerms, Statistics, Support, Transform
 from fastrl.backend.cuda import row_forward_gradient as cluster_kernel
 from fastrl.bench.candidates import BOTH, LOSS, POLICY, SETS_POLICY, STATISTICS, Candidate, ours
@@ -70,7 +70,7 @@ def allowed(eager: Found, dtype: torch.dtype) -> Found:
 def row_parts(problem: Problem) -> Iterator[Part]:
     """The kernels over rows of logits."""
     logits, tokens, identity = problem.inputs["logits"], problem.tokens, Transform()
-    backend = kernels("triton", logits)
+    backend = row_functions("triton", logits)
     rows, few = logits[None], logits[None, : min(_FEW_ROWS, len(logits))]
     once = problem.size.once
 
@@ -145,7 +145,7 @@ def _outcome(found: Statistics) -> Outcome:
 
 def visit_of(problem: Problem) -> Callable[[Tensor, Tensor | None], Outcome]:
     """Forward-gradient of the clipped loss: of logits (1, N, V), beside them or (None) in place."""
-    tokens, backend = problem.tokens, kernels("triton", problem.inputs["logits"])
+    tokens, backend = problem.tokens, row_functions("triton", problem.inputs["logits"])
     inputs = _inputs(tokens)
 
     def visit(logits: Tensor, out: Tensor | None) -> Outcome:
@@ -228,7 +228,7 @@ def set_parts(problem: Problem) -> Iterator[Part]:
     bound = bounds(SETS_POLICY, problem, expected, BOTH)
     yield Part("loss over recorded sets", run, partial(errors, expected=expected), bound, moved)
 
-    backend, valid = kernels("triton", tokens.targets), torch.ones_like(tokens.targets, dtype=torch.bool)
+    backend, valid = row_functions("triton", tokens.targets), torch.ones_like(tokens.targets, dtype=torch.bool)
     support = Support(tokens.sets.token_ids, tokens.sets.offsets, valid)
     values = backend.support_products(problem.inputs["hidden"], problem.inputs["weight"], None, support)
     out, inputs = torch.empty_like(values), _inputs(tokens)

@@ -43,12 +43,12 @@ from fastrl.bench.problems import Problem, linear_problem
 from fastrl.bench.suites import SUITES
 from fastrl.kernels import row_forward_gradient, row_gradient, row_statistics
 from fastrl.kernels.configuration import Configuration, configuration, launch_options, registers
-from fastrl.objectives.rows import RowInputs, RowObjective
-from fastrl.planning import tiling
+from fastrl.objectives.rows import Numbers, RowInputs, RowObjective
+from fastrl.planning import plans, tiling
 
 HEAD = "head"
 ROW_KERNELS = {"statistics": row_statistics, "gradient": row_gradient, "forward-gradient": row_forward_gradient}
-CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30))
+CLIP = RowObjective("clip", numbers=Numbers(0.2, 0.2, 1e30, 1e30))
 _REPEATS, _SECONDS = 20, 0.5
 
 Choice = dict[str, Any]
@@ -164,13 +164,21 @@ def sweep(
 TILES = tuple(mib << 20 for mib in (640, 960, 1280, 1920, 2560, 5120))
 
 
+class _InTheBound(tiling.Pass):
+    """A pass of which one tile of all rows takes no more than each of several."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sums_bytes = 0
+
+
 @contextmanager
 def bounded(device: str, tile_bytes: int | None) -> Iterator[None]:
     """Within the context no tile, not even one of all rows, may take more than these bytes; None: as by default."""
     if tile_bytes is None:
         yield
         return
-    with patch.dict(tiling.TILE_BYTES, {device: tile_bytes}), patch.object(tiling.Pass, "sums_bytes", 0):
+    with patch.dict(tiling.TILE_BYTES, {device: tile_bytes}), patch.object(plans, "Pass", _InTheBound):
         yield
 
 
@@ -185,7 +193,7 @@ def head_choices(problem: Problem, device: str) -> list[Choice]:
         with bounded(device, tile_bytes):
             sizes = (size.tokens, size.hidden, size.vocab, weight.dtype)
             plan = fastrl.plan_memory(*sizes, objective=fastrl.PPO(), device=device).chosen
-        rows = max((tile.rows for tile in plan.tiles.values()), default=0)
+            rows = max((tile.rows for tile in plan.tiles.values()), default=0)
         found.setdefault((plan.name, rows), {"tile_bytes": tile_bytes, "plan": plan.name, "rows": rows})
     return list(found.values())
 

@@ -1,6 +1,6 @@
 // The entries that are asked for in each row: their logits, and their gradients. See fastrl/backend/contract.py.
+#include "arguments.h"
 #include "parallel.h"
-#include "vector.h"
 
 namespace {
 
@@ -8,24 +8,21 @@ using namespace fastrl;
 
 constexpr int64_t AHEAD = 4;  // a row's entries in a slice are too few for their cache misses to overlap
 
-// Mirrors the struct of fastrl/backend/cpp/entries.py, field by field.
+// fastrl/backend/cpp/support.py packs this, field by field.
 struct Slice {
-  void* logits;  // (a, b, width), strides in elements
-  int64_t a, b, width, stride_a, stride_b;
+  Tile logits;
   int64_t first;           // the vocabulary entry of column 0
   const int64_t* rows;     // (a * b,): of `offsets`
   const int32_t* ids;      // (nnz,)
   const int64_t* offsets;  // (N + 1,)
-  int32_t element, threads;
 
   // Call each(i, row, logits of the row) for every row. Cache misses overlap with the work on the rows before.
   template <class T, class F>
   int32_t for_rows(const F& each) const {
-    const int64_t count = a * b, block = block_of(count, threads, 64);
-    const auto at = [&](int64_t i) { return (T*)logits + i / b * stride_a + i % b * stride_b; };
-    return for_each(count, block, threads, [&](int64_t i) {
-      if (i + AHEAD < count) prefetch(rows[i + AHEAD], at(i + AHEAD));
-      each(i, rows[i], at(i));
+    const int64_t count = logits.count(), block = block_of(count, logits.threads, 64);
+    return for_each(count, block, logits.threads, [&](int64_t i) {
+      if (i + AHEAD < count) prefetch(rows[i + AHEAD], logits.at<T>(i + AHEAD));
+      each(i, rows[i], logits.at<T>(i));
     });
   }
 
@@ -52,7 +49,7 @@ struct Slice {
   int32_t find(const int32_t* some, int32_t count, int32_t* found) const {
     int32_t hits = 0, j = 0;
 #if defined(__AVX512F__)
-    const __m512i begin = _mm512_set1_epi32(int32_t(first)), size = _mm512_set1_epi32(int32_t(width));
+    const __m512i begin = _mm512_set1_epi32(int32_t(first)), size = _mm512_set1_epi32(int32_t(logits.vocab));
     __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (; j + W <= count; j += W) {
       const __mmask16 here = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(_mm512_loadu_si512(some + j), begin), size);
@@ -63,7 +60,7 @@ struct Slice {
 #endif
     for (; j < count; ++j) {
       found[hits] = j;
-      hits += uint32_t(some[j]) - uint32_t(first) < uint32_t(width);
+      hits += uint32_t(some[j]) - uint32_t(first) < uint32_t(logits.vocab);
     }
     return hits;
   }
@@ -77,7 +74,7 @@ extern "C" {
 int32_t fastrl_gather_entries(const Slice* arguments, float* values, int64_t* best_ids, float* best_values,
                               int64_t* targets) {
   const Slice& slice = *arguments;
-  return with_element(slice.element, [&](auto element) {
+  return with_element(slice.logits.element, [&](auto element) {
     using T = decltype(element);
     return slice.for_rows<T>([&](int64_t i, int64_t row, const T* x) {
       int64_t best = best_ids[row];
@@ -99,7 +96,7 @@ int32_t fastrl_gather_entries(const Slice* arguments, float* values, int64_t* be
 
 int32_t fastrl_scatter_entries(const Slice* arguments, const float* gradient) {
   const Slice& slice = *arguments;
-  return with_element(slice.element, [&](auto element) {
+  return with_element(slice.logits.element, [&](auto element) {
     using T = decltype(element);
     return slice.for_rows<T>([&](int64_t, int64_t row, T* out) {
       slice.for_entries(slice.offsets[row], slice.offsets[row + 1],

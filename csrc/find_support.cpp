@@ -1,6 +1,7 @@
 // The C interface of `find_support` (fastrl/backend/contract.py); rows are distributed over torch's own threads.
 #include "find_support.h"
 
+#include "arguments.h"
 #include "parallel.h"
 
 namespace {
@@ -8,15 +9,14 @@ namespace {
 using namespace fastrl;
 using namespace fastrl::search;
 
-// Mirrors `_Search` in fastrl/backend/cpp/find_support.py, field by field.
+// fastrl/backend/cpp/support.py packs this, field by field.
 struct Search {
-  const void* logits;  // (a, b, vocab), strides in elements
-  int64_t a, b, vocab, stride_a, stride_b, top_k;
+  Tile logits;
+  int64_t top_k;
   double temperature, top_p, log_min_p;
   float* pivots;    // (rows,): the entries above it are kept,
   int32_t* firsts;  // (rows,): and those equal to it from this column on
   int64_t* counts;  // (rows,): the number of entries kept, or an error code of the row
-  int32_t element, threads;
 };
 
 constexpr int64_t WITH_NAN = -1, WITH_INFINITY = -2, EMPTY = -3;
@@ -24,24 +24,18 @@ constexpr int64_t WITH_NAN = -1, WITH_INFINITY = -2, EMPTY = -3;
 // Call f(row, row number) for every row of logits, in torch's threads.
 template <class F>
 int32_t for_rows(const Search& s, const F& f) {
-  const auto with_element = [&](auto element) {
+  return with_element(s.logits.element, [&](auto element) {
     using T = decltype(element);
-    return for_each(s.a * s.b, 1, s.threads, [&](int64_t number) {
-      const T* x = (const T*)s.logits + number / s.b * s.stride_a + number % s.b * s.stride_b;
+    return for_each(s.logits.count(), 1, s.logits.threads, [&](int64_t number) {
+      const T* x = s.logits.at<T>(number);
       const float temperature = float(s.temperature);
       if (temperature == 1) {
-        f(Row<T, false>{x, s.vocab, 1}, number);
+        f(Row<T, false>{x, s.logits.vocab, 1}, number);
       } else {
-        f(Row<T, true>{x, s.vocab, temperature}, number);
+        f(Row<T, true>{x, s.logits.vocab, temperature}, number);
       }
     });
-  };
-  switch (s.element) {
-    case 0: return with_element(float{});
-    case 1: return with_element(BFloat16{});
-    case 2: return with_element(Float16{});
-    default: return 1;
-  }
+  });
 }
 
 }  // namespace

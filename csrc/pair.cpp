@@ -9,7 +9,7 @@ namespace {
 
 using namespace fastrl;
 
-// Mirrors the struct of fastrl/backend/cpp/pair.py, field by field.
+// fastrl/backend/cpp/pair.py packs this, field by field.
 struct Pair {
   Side student, teacher;
   int64_t rows, vocab;

@@ -13,14 +13,11 @@ namespace fastrl {
 
 enum class Kind : int32_t { FORWARD_KL, REVERSE_KL, JSD };
 
-// The logits of one side, contiguous (rows, vocab). Mirrors a struct of fastrl/backend/cpp/pair.py.
+// The logits of one side, contiguous (rows, vocab). Packed by fastrl/backend/cpp/pair.py.
 struct Side {
   const void* logits;
-  const float* temperatures;  // or null: use `temperature`
-  double temperature, logit_scale, softcap;
+  Scaling transform;
   int32_t element;
-
-  double row_temperature(int64_t row) const { return temperatures == nullptr ? temperature : temperatures[row]; }
 };
 
 // One row of one side.
@@ -31,10 +28,9 @@ struct SideRow {
   // Call f(first logit, transform).
   template <class F>
   void with(const F& f) const {
-    dispatch(side, [&](auto element, auto softcap) {
+    dispatch(side.element, side.transform.softcap, [&](auto element, auto softcap) {
       using Z = Transform<decltype(softcap)::value>;
-      f((const decltype(element)*)side.logits + row * vocab,
-        Z(side.row_temperature(row), side.logit_scale, side.softcap));
+      f((const decltype(element)*)side.logits + row * vocab, Z(side.transform, row));
       return 0;
     });
   }
@@ -205,11 +201,7 @@ struct GradientRow {
 
   template <class F>
   void with(const F& f) const {
-    struct {
-      int32_t element;
-      double softcap;
-    } type{element, 0};
-    dispatch(type, [&](auto kind, auto) {
+    with_element(element, [&](auto kind) {
       f((decltype(kind)*)out + student.row * student.vocab);
       return 0;
     });
@@ -225,7 +217,7 @@ struct GradientRow {
 
   // Write a segment of gradients with respect to z. May overwrite the student's logits of these columns.
   void write(int64_t begin, int64_t count, float* g) const {
-    if (student.side.softcap != 0) {
+    if (student.side.transform.softcap != 0) {
       alignas(64) float unused[SEGMENT], slopes[SEGMENT];
       student.read(begin, count, 0.0f, unused, slopes);
       for (int64_t j = 0; j < count; j += W) store(g + j, load(g + j) * load(slopes + j));
@@ -253,7 +245,7 @@ bool fill_trivial(const PairStatistics& s, float c, const GradientRow& out) {
 
 template <Kind kind>
 PairSlope<kind> pair_slope(const PairStatistics& s, float c, const SideRow& student, float beta) {
-  const double factor = c * student.side.logit_scale / student.side.row_temperature(student.row);
+  const double factor = c * student.side.transform.logit_scale / student.side.transform.temperature_of(student.row);
   return {float(kind == Kind::JSD ? factor * (1.0 - beta) : factor), 1.0f, float(s.student_kl)};
 }
 

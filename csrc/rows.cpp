@@ -20,32 +20,20 @@ namespace {
 
 using namespace fastrl;
 
-// The structs mirror those of fastrl/backend/cpp/backend.py, field by field.
+// fastrl/backend/cpp/backend.py packs the structs, field by field.
 struct Rows {
-  void* logits;  // (a, b, vocab), strides in elements
-  int64_t a, b, vocab, stride_a, stride_b;
+  Tile logits;
   const int64_t* targets;
-  const uint8_t* mask;        // or null
-  const float* temperatures;  // or null: use `temperature`
-  double temperature, logit_scale, softcap;
-  int32_t element;  // 0 float32, 1 bfloat16, 2 float16
-  int32_t threads;
+  const uint8_t* mask;  // or null
+  Scaling transform;
 
-  int64_t count() const { return a * b; }
   bool valid(int64_t row) const { return mask == nullptr || mask[row]; }
-  double row_temperature(int64_t row) const { return temperatures == nullptr ? temperature : temperatures[row]; }
-  template <class T>
-  T* at(int64_t row) const {
-    return (T*)logits + row / b * stride_a + row % b * stride_b;
-  }
 };
 
 struct Gradient {
   const float *logprobs, *entropy, *maximum, *log_sum, *c;
   const float* h;  // or null
-  void* out;       // (a, b, vocab); may be the logits, with the same strides
-  int64_t stride_a, stride_b;
-  int32_t element;  // of out: that of the logits, or any beside float32 logits
+  Tile out;        // of the logits' shape; may be the logits, with the same strides. Any element beside float32 logits
 };
 
 constexpr int64_t BLOCK_BYTES = 2 << 20;     // rows per block: a huge page, so that no two threads fault the same one
@@ -55,9 +43,9 @@ constexpr int64_t PREFETCH_BYTES = 1 << 20;  // longer rows leave no room in the
 // Call each_row(row, next) for every row; next is the row that this thread gets afterwards, or -1 if none is valid.
 template <class F>
 int32_t for_rows(const Rows& rows, int64_t row_bytes, const F& each_row) {
-  const int64_t count = rows.count();
-  const int64_t block = block_of(count, rows.threads, BLOCK_BYTES / row_bytes, GRAIN / rows.vocab);
-  return share_out(count, block, rows.threads, [&](auto& take) {
+  const int64_t count = rows.logits.count();
+  const int64_t block = block_of(count, rows.logits.threads, BLOCK_BYTES / row_bytes, GRAIN / rows.logits.vocab);
+  return share_out(count, block, rows.logits.threads, [&](auto& take) {
     int64_t end = 0;
     const auto after = [&](int64_t row) {
       if (row + 1 < end) return row + 1;
@@ -76,7 +64,7 @@ int32_t for_rows(const Rows& rows, int64_t row_bytes, const F& each_row) {
 // Call f(Out{}) with the element type of the gradient of logits of type T.
 template <class T, class F>
 int32_t dispatch_out(const Rows& rows, int32_t element, const F& f) {
-  if (element == rows.element) return f(T{});
+  if (element == rows.logits.element) return f(T{});
   if constexpr (std::is_same_v<T, float>) {
     if (element == 1) return f(BFloat16{});
     if (element == 2) return f(Float16{});
@@ -84,14 +72,9 @@ int32_t dispatch_out(const Rows& rows, int32_t element, const F& f) {
   return 1;
 }
 
-template <bool softcap>
-Transform<softcap> transform_of(const Rows& rows, int64_t row) {
-  return {rows.row_temperature(row), rows.logit_scale, rows.softcap};
-}
-
 template <class T>
 const T* to_prefetch(const Rows& rows, int64_t next) {
-  return next < 0 || rows.vocab * int64_t(sizeof(T)) > PREFETCH_BYTES ? nullptr : rows.at<T>(next);
+  return next < 0 || rows.logits.vocab * int64_t(sizeof(T)) > PREFETCH_BYTES ? nullptr : rows.logits.at<T>(next);
 }
 
 // A new buffer of hundreds of megabytes costs more in page faults than in work: ask for huge pages.
@@ -117,40 +100,43 @@ void fastrl_set_parallel_for(void* function) { parallel_for = reinterpret_cast<P
 // statistics: (4, rows), in the order of the contract's Statistics. All functions here return 0 or an error code.
 int32_t fastrl_row_statistics(const Rows* arguments, float* statistics) {
   const Rows& rows = *arguments;
-  return dispatch(rows, [&](auto element, auto softcap) {
+  const int64_t count = rows.logits.count(), vocab = rows.logits.vocab;
+  return dispatch(rows.logits.element, rows.transform.softcap, [&](auto element, auto softcap) {
     using T = decltype(element);
-    return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t next) {
+    return for_rows(rows, vocab * sizeof(T), [&](int64_t row, int64_t next) {
       RowStatistics found{};
       if (rows.valid(row)) {
-        const auto transform = transform_of<decltype(softcap)::value>(rows, row);
-        found = row_statistics(rows.at<T>(row), rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next));
+        const Transform<decltype(softcap)::value> transform(rows.transform, row);
+        found = row_statistics(rows.logits.at<T>(row), vocab, rows.targets[row], transform, to_prefetch<T>(rows, next));
       }
       float* out = statistics + row;
-      const int64_t n = rows.count();
-      out[0] = found.logprob, out[n] = found.entropy, out[2 * n] = found.maximum, out[3 * n] = found.log_sum;
+      out[0] = found.logprob, out[count] = found.entropy;
+      out[2 * count] = found.maximum, out[3 * count] = found.log_sum;
     });
   });
 }
 
 int32_t fastrl_row_gradient(const Rows* arguments, const Gradient* gradient) {
   const Rows& rows = *arguments;
+  const int64_t count = rows.logits.count(), vocab = rows.logits.vocab;
   const Gradient& g = *gradient;
-  return dispatch(rows, [&](auto element, auto softcap) {
+  return dispatch(rows.logits.element, rows.transform.softcap, [&](auto element, auto softcap) {
     using T = decltype(element);
-    return dispatch_out<T>(rows, g.element, [&](auto out_element) {
+    return dispatch_out<T>(rows, g.out.element, [&](auto out_element) {
       using Out = decltype(out_element);
-      const int64_t dense = rows.count() * rows.vocab * int64_t(sizeof(Out));
-      const int64_t span = ((rows.a - 1) * g.stride_a + (rows.b - 1) * g.stride_b + rows.vocab) * int64_t(sizeof(Out));
-      if (g.out != rows.logits && span == dense) ask_for_huge_pages(g.out, dense);
-      return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t) {
-        Out* out = (Out*)g.out + row / rows.b * g.stride_a + row % rows.b * g.stride_b;
+      const int64_t dense = count * vocab * int64_t(sizeof(Out));
+      const int64_t last = (g.out.a - 1) * g.out.stride_a + (g.out.b - 1) * g.out.stride_b;
+      const bool gaps = (last + g.out.vocab) * int64_t(sizeof(Out)) != dense;
+      if (g.out.data != rows.logits.data && !gaps) ask_for_huge_pages(g.out.data, dense);
+      return for_rows(rows, vocab * sizeof(T), [&](int64_t row, int64_t) {
+        Out* out = g.out.at<Out>(row);
         if (!rows.valid(row)) {
-          std::fill(out, out + rows.vocab, Out{});
+          std::fill(out, out + vocab, Out{});
           return;
         }
-        const auto transform = transform_of<decltype(softcap)::value>(rows, row);
+        const Transform<decltype(softcap)::value> transform(rows.transform, row);
         const RowStatistics statistics{g.logprobs[row], g.entropy[row], g.maximum[row], g.log_sum[row]};
-        row_gradient(rows.at<T>(row), rows.vocab, rows.targets[row], transform, statistics, g.c[row],
+        row_gradient(rows.logits.at<T>(row), vocab, rows.targets[row], transform, statistics, g.c[row],
                      or_else(g.h, row, 0.0f), out);
       });
     });
@@ -159,28 +145,29 @@ int32_t fastrl_row_gradient(const Rows* arguments, const Gradient* gradient) {
 
 int32_t fastrl_row_forward_gradient(const Rows* arguments, const LossArguments* loss) {
   const Rows& rows = *arguments;
-  return dispatch(rows, [&](auto element, auto softcap) {
+  const int64_t count = rows.logits.count(), vocab = rows.logits.vocab;
+  return dispatch(rows.logits.element, rows.transform.softcap, [&](auto element, auto softcap) {
     using T = decltype(element);
-    return dispatch_out<T>(rows, loss->out == nullptr ? rows.element : loss->element, [&](auto out_element) {
+    return dispatch_out<T>(rows, loss->out == nullptr ? rows.logits.element : loss->element, [&](auto out_element) {
       using Out = decltype(out_element);
-      if (loss->out != nullptr) ask_for_huge_pages(loss->out, rows.count() * loss->out_stride * int64_t(sizeof(Out)));
-      return for_rows(rows, rows.vocab * sizeof(T), [&](int64_t row, int64_t next) {
+      if (loss->out != nullptr) ask_for_huge_pages(loss->out, count * loss->out_stride * int64_t(sizeof(Out)));
+      return for_rows(rows, vocab * sizeof(T), [&](int64_t row, int64_t next) {
         thread_local std::vector<float> kept;
-        kept.resize(kept_size(rows.vocab));
-        T* x = rows.at<T>(row);
+        kept.resize(kept_size(vocab));
+        T* x = rows.logits.at<T>(row);
         Out* out = loss->out == nullptr ? (Out*)x : (Out*)loss->out + row * loss->out_stride;
         RowStatistics found{};
         LossArguments::Terms terms{};
         if (rows.valid(row)) {
-          const auto transform = transform_of<decltype(softcap)::value>(rows, row);
-          found = row_statistics(x, rows.vocab, rows.targets[row], transform, to_prefetch<T>(rows, next), kept.data());
+          const Transform<decltype(softcap)::value> transform(rows.transform, row);
+          found = row_statistics(x, vocab, rows.targets[row], transform, to_prefetch<T>(rows, next), kept.data());
           terms = loss->run(row, found);
-          row_gradient(x, rows.vocab, rows.targets[row], transform, found, float(terms[LossArguments::TERMS]),
+          row_gradient(x, vocab, rows.targets[row], transform, found, float(terms[LossArguments::TERMS]),
                        float(terms[LossArguments::TERMS + 1]), out, kept.data());
         } else {
-          std::fill(out, out + rows.vocab, Out{});
+          std::fill(out, out + vocab, Out{});
         }
-        loss->write(row, rows.count(), found, terms);
+        loss->write(row, count, found, terms);
       });
     });
   });

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "vector.h"
+#include "arguments.h"
 
 namespace fastrl {
 
@@ -20,7 +20,8 @@ struct Transform {
   float inner, scale;
   double slope;  // dz/dx, without the 1 - tanh^2 of a softcap
 
-  // temperature, logit_scale and softcap as in the contract; a softcap of 0 means none
+  Transform(const Scaling& s, int64_t row) : Transform(s.temperature_of(row), s.logit_scale, s.softcap) {}
+  // a softcap of 0 means none
   Transform(double temperature, double logit_scale, double cap)
       : inner(softcap ? float(logit_scale / cap) : 1.0f),
         scale(float(softcap ? cap / temperature : logit_scale / temperature)),
@@ -44,21 +45,6 @@ struct Transform {
     return z[0];
   }
 };
-
-// Call f(T{}, softcap), both as types, for rows with the fields `element` (0 float32, 1 bfloat16, 2 float16) and
-// `softcap` (0: none). Returns what f returns, or 1.
-template <class Rows, class F>
-int32_t dispatch(const Rows& rows, const F& f) {
-  const auto with_element = [&](auto element) {
-    return rows.softcap != 0 ? f(element, std::true_type{}) : f(element, std::false_type{});
-  };
-  switch (rows.element) {
-    case 0: return with_element(float{});
-    case 1: return with_element(BFloat16{});
-    case 2: return with_element(Float16{});
-    default: return 1;
-  }
-}
 
 struct RowStatistics {
   float logprob, entropy, maximum, log_sum;

@@ -8,13 +8,13 @@ namespace {
 
 using namespace fastrl;
 
-// The structs mirror those of fastrl/backend/cpp/support.py, field by field.
+// fastrl/backend/cpp/support.py packs the structs, field by field.
 struct Support {
   const int32_t* ids;      // (nnz,), ascending within a row
   const int64_t* offsets;  // (rows + 1,)
   const uint8_t* valid;    // (rows,)
   int64_t rows;
-  int32_t threads, padding;
+  int32_t threads;
 
   bool takes_part(int64_t row) const { return valid[row] && offsets[row] < offsets[row + 1]; }
   // Call each(row) for every row, a few rows at a time.
@@ -27,13 +27,12 @@ struct Support {
 struct Factors {
   const void *hidden, *weight, *bias;  // (N, width), (V, width), (V,) or null
   int64_t hidden_stride, weight_stride, width;
-  int32_t element, padding;
+  int32_t element;
 };
 
 struct RowArguments {
   const int64_t* targets;
-  const float* temperatures;  // or null: use `temperature`
-  double temperature, logit_scale, softcap;
+  Scaling transform;
 };
 
 struct ByToken {
@@ -98,12 +97,11 @@ int32_t for_logits(const Support& support, const RowArguments& rows, const F& f,
     return support.for_rows([&](int64_t row) {
       if (!support.takes_part(row)) return otherwise(row);
       const int64_t begin = support.offsets[row], count = support.offsets[row + 1] - begin;
-      const double temperature = rows.temperatures == nullptr ? rows.temperature : rows.temperatures[row];
-      const Transform<decltype(softcap)::value> transform{temperature, rows.logit_scale, rows.softcap};
+      const Transform<decltype(softcap)::value> transform(rows.transform, row);
       f(row, begin, count, place(support.ids + begin, count, rows.targets[row]), transform);
     });
   };
-  return rows.softcap != 0 ? with_softcap(std::true_type{}) : with_softcap(std::false_type{});
+  return rows.transform.softcap != 0 ? with_softcap(std::true_type{}) : with_softcap(std::false_type{});
 }
 
 }  // namespace
@@ -180,8 +178,8 @@ int32_t fastrl_support_forward_gradient(const Support* support, const RowArgumen
 
 // Sets `logits` (n, width), entries [first, first + width) of the given rows, to -inf outside the rows' supports
 int32_t fastrl_support_restrict(const Support* support, const int64_t* rows, int64_t n, void* logits, int64_t width,
-                                int64_t stride, int64_t first, int32_t element) {
-  return with_element(element, [&](auto zero) {
+                                int64_t stride, int64_t first, int64_t element) {
+  return with_element(int32_t(element), [&](auto zero) {
     using T = decltype(zero);
     T nothing;
     narrow(-INF, &nothing);

@@ -9,24 +9,15 @@ from torch import Tensor
 
 from fastrl.backend.contract import Transform
 from fastrl.kernels.configuration import numbers, on_device
-from fastrl.kernels.device_functions import LOG2E, LOWEST, finish, fold, load_target, scales
+from fastrl.kernels.device_functions import LOG2E, LOWEST, empty_sums, finish, fold, load_target, scales, store_each
+from fastrl.kernels.jit import kernel
 
 ROWS = 32  # per program: 128 bytes of each split
 SPLITS = 32  # per step
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
-@triton.jit(
-    do_not_specialize=["rows", "vocab", "splits"],
-    do_not_specialize_on_alignment=[
-        "partials_ptr",
-        "target_logits_ptr",
-        "targets_ptr",
-        "mask_ptr",
-        "temperatures_ptr",
-        "out_ptr",
-    ],
-)
+@kernel()
 def combine_splits_kernel(
     partials_ptr,  # (3, S, N) float32
     target_logits_ptr,  # (N,) float32
@@ -37,9 +28,7 @@ def combine_splits_kernel(
     rows: tl.int32,  # N
     vocab: tl.int32,  # V
     splits: tl.int32,  # S
-    temperature: tl.float32,
-    logit_scale: tl.float32,
-    softcap: tl.float32,
+    transform,  # temperature, logit_scale, softcap
     SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -48,7 +37,7 @@ def combine_splits_kernel(
     # Load: the rows' scalars; rows past the last one repeat it.
     first_row = tl.program_id(0) * ROWS
     row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1)
-    outer, _, _ = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
+    outer, _, _ = scales(row, transform, temperatures_ptr, SOFTCAP)
     outer = tl.zeros([ROWS], tl.float32) + outer
     outer2 = outer * LOG2E
     # Nothing was written for masked rows: their memory holds anything.
@@ -59,9 +48,7 @@ def combine_splits_kernel(
     at_target = tl.load(target_logits_ptr + row, mask=valid & unmasked, other=-float("inf"))
 
     # Loop: SPLITS splits at a time; each step's fold is folded with the previous result.
-    m = tl.full([ROWS], LOWEST, tl.float32)
-    s = tl.zeros([ROWS], tl.float32)
-    w = tl.zeros([ROWS], tl.float32)
+    m, s, w = empty_sums(ROWS)
     size = splits.to(tl.int64) * rows
     for first in range(0, splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
@@ -86,11 +73,7 @@ def combine_splits_kernel(
 
     # Store.
     row = first_row + tl.arange(0, ROWS)
-    out_ptr += row
-    tl.store(out_ptr, logprob, mask=row < rows)
-    tl.store(out_ptr + rows.to(tl.int64), entropy, mask=row < rows)
-    tl.store(out_ptr + 2 * rows.to(tl.int64), maximum, mask=row < rows)
-    tl.store(out_ptr + 3 * rows.to(tl.int64), log_sum, mask=row < rows)
+    store_each(out_ptr + row, rows.to(tl.int64), (logprob, entropy, maximum, log_sum), row < rows)
 
 
 def combine_splits(
@@ -115,7 +98,7 @@ def combine_splits(
             rows,
             vocab,
             splits,
-            *numbers(transform),
+            numbers(transform),
             SOFTCAP=transform.softcap != 0,
             ROWS=ROWS,
             SPLITS=SPLITS,

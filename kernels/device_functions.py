@@ -151,12 +151,13 @@ def log1p(x):
 
 
 @triton.jit
-def scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    """A row's outer, inner2 and slope.
+def scales(row, transform, temperatures_ptr, SOFTCAP: tl.constexpr):
+    """A row's outer, inner2 and slope; `transform` is (temperature, logit_scale, softcap).
 
     Without a softcap, z = outer * x and dz/dx = slope. With one, z = outer * tanh(y) and dz/dx = slope * tanh'(y),
     where y = logit_scale x / softcap and inner2 x = -2 y log2(e).
     """
+    temperature, logit_scale, softcap = transform
     if temperatures_ptr is not None:
         temperature = tl.load(temperatures_ptr + row)
     slope = divide(logit_scale, temperature)
@@ -310,6 +311,31 @@ def load_vectors(
         return tl.reshape(tl.join(x0, x1), [vectors.shape[0], VEC]).to(tl.float32)
 
 
+@triton.jit
+def load_block(row_ptr, start, vocab, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr):
+    """The block at `start` in float32 for elementwise work, in the shape of `tile`."""
+    if ALIGNED:
+        return load_vectors(row_ptr, start, vocab, tl.arange(0, R), VEC, ALIGNED, TAIL, "evict_first")
+    else:
+        columns, mask = tile(start, vocab, R, VEC, ALIGNED)
+        if TAIL:
+            return tl.load(row_ptr + columns, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        else:
+            return tl.load(row_ptr + columns, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def store_block(
+    row_ptr, x, start, vocab, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr
+):
+    """Store x, in the shape of `tile`, to the block at `start`."""
+    columns, mask = tile(start, vocab, R, VEC, ALIGNED)
+    if TAIL:
+        tl.store(row_ptr + columns, x.to(row_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    else:
+        tl.store(row_ptr + columns, x.to(row_ptr.dtype.element_ty), eviction_policy="evict_first")
+
+
 # --- row statistics ---------------------------------------------------------------------------------------------------
 
 
@@ -381,6 +407,45 @@ def finish(m, s, w, target, valid, outer):
     return logprob, entropy, tl.where(empty, -float("inf"), highest), log_sum + rounded_off
 
 
+@triton.jit
+def empty_sums(R: tl.constexpr):
+    """The accumulators (m, s, w) of R vectors before the first block."""
+    return tl.full([R], LOWEST, tl.float32), tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
+
+
+@triton.jit
+def add_block(
+    sums,
+    row_ptr,
+    start,
+    vocab,
+    column,
+    vectors,
+    scaling,
+    SOFTCAP: tl.constexpr,
+    VEC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TAIL: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """Load the block at `start` and add it to the accumulators, without the target, which is in `column`."""
+    m, s, w = sums
+    outer, inner2, _ = scaling
+    x = load_vectors(row_ptr, start, vocab, vectors, VEC, ALIGNED, TAIL, EVICT)
+    if TAIL:  # noqa: SIM114  (at compile time; the next at run time)
+        x = tl.where(is_column(start, column, vectors, VEC), -float("inf"), x)
+    elif (column >= start) & (column < start + vectors.shape[0] * VEC):
+        x = tl.where(is_column(start, column, vectors, VEC), -float("inf"), x)
+    return update(m, s, w, capped(x, inner2, SOFTCAP), outer * LOG2E)
+
+
+@triton.jit
+def store_each(ptr, stride, values, mask=None):
+    """Store the values of a tuple, one every `stride`."""
+    for i in tl.static_range(len(values)):
+        tl.store(ptr + i * stride, values[i], mask=mask)
+
+
 # --- which thread has which vector ------------------------------------------------------------------------------------
 
 # Threads that have a segment's vectors in turn, 128: 4 warps, as in `row_statistics`.
@@ -417,13 +482,24 @@ def by_segment(x, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def gradient_scalars(logprob, entropy, log_sum, c, h, slope):
-    """A row's scalars for `gradient_block`: (a, b, shift2, at_target). slope is dz/dx without the softcap's factor.
+def is_idle(statistics, c, h):
+    """Whether a row's gradient is 0. h is None if the entropy has no gradient."""
+    logprob, _, _, log_sum = statistics
+    idle = (logprob == logprob) & (c == 0.0) & (log_sum == log_sum)
+    if h is not None:
+        idle = idle & (h == 0.0)
+    return idle
 
-    For j other than the target, g_j = slope_j p_j (a + b log2 p_j), where log2 p_j = (z_j - maximum) log2(e) + shift2.
-    The target's entry is at_target, computed from its log-probability. h is None if the entropy has no gradient. A NaN
-    log-probability makes all gradient entries NaN.
+
+@triton.jit
+def gradient_scalars(statistics, c, h, slope):
+    """A row's scalars for `gradient_block`: (maximum, a, b, shift2, at_target). h is None as in `is_idle`.
+
+    For j other than the target, g_j = slope_j p_j (a + b log2 p_j), where log2 p_j = (z_j - maximum) log2(e) + shift2;
+    slope_j is `slope` times the softcap's factor. The target's entry without that factor is at_target, computed from
+    its log-probability. A NaN log-probability makes all gradient entries NaN.
     """
+    logprob, entropy, maximum_z, log_sum = statistics
     a = tl.where(logprob == logprob, -c * slope, float("nan"))
     at_target = -c * expm1(logprob)
     b = 0.0
@@ -431,15 +507,16 @@ def gradient_scalars(logprob, entropy, log_sum, c, h, slope):
         a = a - h * entropy * slope
         b = -h * slope * LN2
         at_target = at_target - h * exp(logprob) * (tl.maximum(logprob, -1e4) + entropy)
-    return a, b, -log_sum * LOG2E, at_target * slope
+    return maximum_z, a, b, -log_sum * LOG2E, at_target * slope
 
 
 @triton.jit
-def gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr):
-    """The gradient of a block of raw logits x, float32, as if none were the target; and the softcap's factor."""
-    slope = 1.0
+def gradient_block(x, scalars, scaling, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr):
+    """The gradient of a block of raw logits x, float32, as if none were the target; and the target's gradient."""
+    maximum_z, a, b, shift2, at_target = scalars
+    outer, inner2, _ = scaling
     if SOFTCAP:
-        t, slope = tanh_and_slope(x * inner2)
+        t, factor = tanh_and_slope(x * inner2)
         x = tl.where(x == -float("inf"), x, t)
     log2_p = tl.fma(tl.fma(x, outer, -maximum_z), LOG2E, shift2)
     if ENTROPY:
@@ -448,8 +525,9 @@ def gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP: tl.conste
     else:
         g = tl.exp2(log2_p) * a
     if SOFTCAP:
-        g = g * slope
-    return g, slope
+        g = g * factor
+        at_target = at_target * factor
+    return g, at_target
 
 
 @triton.jit
@@ -459,40 +537,24 @@ def gradient_step(
     start,
     vocab,
     column,
-    maximum_z,
-    a,
-    b,
-    shift2,
-    at_target,
-    outer,
-    inner2,
+    scalars,
+    scaling,
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
     R: tl.constexpr,
     VEC: tl.constexpr,
     ALIGNED: tl.constexpr,
     TAIL: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """Load the block at `start`, compute its gradient and store it; out_ptr may be row_ptr."""
-    columns, mask = tile(start, vocab, R, VEC, ALIGNED)
-    if ALIGNED:
-        x = load_vectors(row_ptr, start, vocab, tl.arange(0, R), VEC, ALIGNED, TAIL, EVICT)
-    elif TAIL:
-        x = tl.load(row_ptr + columns, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    else:
-        x = tl.load(row_ptr + columns, eviction_policy=EVICT).to(tl.float32)
-    g, slope = gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP, ENTROPY)
+    x = load_block(row_ptr, start, vocab, R, VEC, ALIGNED, TAIL)
+    g, at_target = gradient_block(x, scalars, scaling, SOFTCAP, ENTROPY)
     if (column >= start) & (column < start + R * VEC):
         if ALIGNED:
-            g = tl.where(is_column(start, column, tl.arange(0, R), VEC), at_target * slope, g)
+            g = tl.where(is_column(start, column, tl.arange(0, R), VEC), at_target, g)
         else:
-            g = tl.where(columns == column, at_target * slope, g)
-    g = g.to(out_ptr.dtype.element_ty)
-    if TAIL:
-        tl.store(out_ptr + columns, g, mask=mask, eviction_policy="evict_first")
-    else:
-        tl.store(out_ptr + columns, g, eviction_policy="evict_first")
+            g = tl.where(start + tl.arange(0, R * VEC) == column, at_target, g)
+    store_block(out_ptr, g, start, vocab, R, VEC, ALIGNED, TAIL)
 
 
 @triton.jit
@@ -508,82 +570,39 @@ def store_zeros(out_ptr, first, last, R: tl.constexpr, VEC: tl.constexpr, ALIGNE
 
 
 @triton.jit
-def store_row_terms(
-    row,
-    logprob,
-    entropy,
-    advantages_ptr,
-    policy_weights_ptr,
-    old_ptr,
-    ref_ptr,
-    rollout_ptr,
-    kl_weights_ptr,
-    entropy_weights_ptr,
-    entropy_threshold_ptr,
-    p0,
-    p1,
-    p2,
-    p3,
-    rollout_low,
-    rollout_high,
-    reject_low,
-    reject_high,
-    max_log_ratio,
-    logprobs_ptr,
-    entropies_ptr,
-    terms_ptr,
-    rows,
-    OBJECTIVE: tl.constexpr,
-):
-    """Run a row-local objective: store the row's results and its terms, one every `rows`, and return c and h."""
-    old = logprob
-    if old_ptr is not None:
-        old = tl.load(old_ptr + row)
-    ref = logprob
-    if ref_ptr is not None:
-        ref = tl.load(ref_ptr + row)
-    rollout = old
-    if rollout_ptr is not None:
-        rollout = tl.load(rollout_ptr + row)
-    kl_weight = 0.0
-    if kl_weights_ptr is not None:
-        kl_weight = tl.load(kl_weights_ptr + row)
-    entropy_weight = 0.0
-    if entropy_weights_ptr is not None:
-        entropy_weight = tl.load(entropy_weights_ptr + row)
-    entropy_threshold = -1e30
-    if entropy_threshold_ptr is not None:
-        entropy_threshold = tl.load(entropy_threshold_ptr)
-    t0, t1, t2, t3, t4, t5, t6, t7, c, h = OBJECTIVE(
-        logprob,
-        entropy,
-        old,
-        ref,
-        rollout,
+def load_or(ptr, row, absent):
+    """The row's number; `absent` if there is no tensor."""
+    if ptr is not None:
+        return tl.load(ptr + row)
+    else:
+        return absent
+
+
+@triton.jit
+def store_row_terms(row, statistics, inputs, numbers, out_ptr, rows, OBJECTIVE: tl.constexpr):
+    """Run a row-local objective on the row's statistics: store what `LossTerms` has of it, and return c and h.
+
+    `inputs` are the pointers, or None, of `RowInputs`. OBJECTIVE is a device function like `token_terms` of
+    `fastrl.objectives.formulas`, of which it is given what follows the functions.
+    """
+    logprob, entropy, _, _ = statistics
+    advantages_ptr, policy_weights_ptr, old_ptr, ref_ptr, rollout_ptr = inputs[:5]
+    kl_weights_ptr, entropy_weights_ptr, entropy_threshold_ptr = inputs[5:]
+    old = load_or(old_ptr, row, logprob)
+    values = (
         tl.load(advantages_ptr + row),
         tl.load(policy_weights_ptr + row),
-        kl_weight,
-        entropy_weight,
-        entropy_threshold,
-        p0,
-        p1,
-        p2,
-        p3,
-        rollout_low,
-        rollout_high,
-        reject_low,
-        reject_high,
-        max_log_ratio,
+        old,
+        load_or(ref_ptr, row, logprob),
+        load_or(rollout_ptr, row, old),
+        load_or(kl_weights_ptr, row, 0.0),
+        load_or(entropy_weights_ptr, row, 0.0),
+        load_or(entropy_threshold_ptr, 0, -1e30),
     )
-    tl.store(logprobs_ptr + row, logprob)
-    tl.store(entropies_ptr + row, entropy)
-    terms_ptr += row
-    tl.store(terms_ptr, t0)
-    tl.store(terms_ptr + rows, t1)
-    tl.store(terms_ptr + 2 * rows, t2)
-    tl.store(terms_ptr + 3 * rows, t3)
-    tl.store(terms_ptr + 4 * rows, t4)
-    tl.store(terms_ptr + 5 * rows, t5)
-    tl.store(terms_ptr + 6 * rows, t6)
-    tl.store(terms_ptr + 7 * rows, t7)
-    return c, h
+    terms = OBJECTIVE(logprob, entropy, values, numbers)
+    stride, out_ptr = rows.to(tl.int64), out_ptr + row
+    tl.store(out_ptr, logprob)
+    tl.store(out_ptr + stride, entropy)
+    for i in tl.static_range(8):
+        tl.store(out_ptr + (2 + i) * stride, terms[i])
+    return terms[8], terms[9]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastrl.backend.contract import Best, Entries
 from fastrl.kernels.configuration import check_unit_strides, on_device, row_strides
+from fastrl.kernels.jit import kernel
 
 BLOCK, WARPS = 128, 1
 NONE = tl.constexpr(2**31 - 1)  # in place of the id of the best entry, where there is none
@@ -25,19 +26,7 @@ def entry_pointers(logits_ptr, place, row, columns_b, stride_a, stride_b, offset
     return logits_ptr + a * stride_a + b * stride_b, tl.load(offsets_ptr + row), tl.load(offsets_ptr + row + 1)
 
 
-@triton.jit(
-    do_not_specialize=["columns_b", "width", "first", "stride_a", "stride_b"],
-    do_not_specialize_on_alignment=[
-        "logits_ptr",
-        "rows_ptr",
-        "token_ids_ptr",
-        "offsets_ptr",
-        "values_ptr",
-        "best_ids_ptr",
-        "best_values_ptr",
-        "targets_ptr",
-    ],
-)
+@kernel()
 def gather_entries_kernel(
     logits_ptr,  # (A, B, V)
     rows_ptr,  # (A * B,) int64
@@ -83,10 +72,7 @@ def gather_entries_kernel(
     tl.store(best_values_ptr + row, tl.where(moved, found, best))
 
 
-@triton.jit(
-    do_not_specialize=["columns_b", "width", "first", "stride_a", "stride_b"],
-    do_not_specialize_on_alignment=["out_ptr", "rows_ptr", "token_ids_ptr", "offsets_ptr", "gradient_ptr"],
-)
+@kernel()
 def scatter_entries_kernel(
     out_ptr,  # (A, B, V), output
     rows_ptr,  # (A * B,) int64

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fastrl.kernels.configuration import configuration, is_aligned, on_device, row_strides
 from fastrl.kernels.device_functions import FIXED, LOG2E, load_vectors, row_pointer
+from fastrl.kernels.jit import kernel
 
 _WRONG = {-1: "a NaN", -2: "a +inf", -3: "nothing but -inf"}
 _LEAST = tl.constexpr(-2139095040)  # the key of the lowest finite float32; that of -inf is one less
@@ -75,29 +76,18 @@ def weigh(
     floor,
     low,
     high,
-    t1,
-    t2,
-    t3,
-    t4,
-    t5,
-    t6,
-    t7,
+    thresholds,
     MASS: tl.constexpr,
     SCALED: tl.constexpr,
     R: tl.constexpr,
     VEC: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Weights of the entries >= `floor`: of all, and of those <= t1 ... t7; least and largest z in (low, high]."""
+    """Weights of the entries >= `floor`: of all, and of those <= each threshold; least and largest z in (low, high]."""
     UNIT: tl.constexpr = FIXED if MASS else 1.0
-    total = tl.zeros([R], tl.int64)
-    s1 = tl.zeros([R], tl.int64)
-    s2 = tl.zeros([R], tl.int64)
-    s3 = tl.zeros([R], tl.int64)
-    s4 = tl.zeros([R], tl.int64)
-    s5 = tl.zeros([R], tl.int64)
-    s6 = tl.zeros([R], tl.int64)
-    s7 = tl.zeros([R], tl.int64)
+    none = tl.zeros([R], tl.int64)
+    total = none
+    under = (none, none, none, none, none, none, none)
     least = tl.full([R], float("inf"), tl.float32)
     most = tl.full([R], -float("inf"), tl.float32)
     for start in range(0, vocab, R * VEC):
@@ -105,17 +95,16 @@ def weigh(
         w = tl.exp2((z - maximum) * LOG2E) if MASS else tl.full([R, VEC], 1.0, tl.float32)
         w = tl.where(z >= floor, w, 0.0)
         total += fixed(w, UNIT)
-        s1 += fixed(tl.where(z <= t1, w, 0.0), UNIT)
-        s2 += fixed(tl.where(z <= t2, w, 0.0), UNIT)
-        s3 += fixed(tl.where(z <= t3, w, 0.0), UNIT)
-        s4 += fixed(tl.where(z <= t4, w, 0.0), UNIT)
-        s5 += fixed(tl.where(z <= t5, w, 0.0), UNIT)
-        s6 += fixed(tl.where(z <= t6, w, 0.0), UNIT)
-        s7 += fixed(tl.where(z <= t7, w, 0.0), UNIT)
+        more = tl.tuple(())
+        for i in tl.static_range(7):
+            more += (under[i] + fixed(tl.where(z <= thresholds[i], w, 0.0), UNIT),)
+        under = more
         within = (z > low) & (z <= high)
         least = tl.minimum(least, tl.min(tl.where(within, z, float("inf")), axis=1))
         most = tl.maximum(most, tl.max(tl.where(within, z, -float("inf")), axis=1))
-    sums = (tl.sum(s1), tl.sum(s2), tl.sum(s3), tl.sum(s4), tl.sum(s5), tl.sum(s6), tl.sum(s7))
+    sums = tl.tuple(())
+    for i in tl.static_range(7):
+        sums += (tl.sum(under[i]),)
     return tl.sum(total), sums, tl.min(least), tl.max(most)
 
 
@@ -165,33 +154,14 @@ def search(
     limit = tl.full([], 0, tl.int64)
     sweep = tl.full([], 0, tl.int32)
     while (sweep == 0) | (low + 1 < high):
-        k1 = threshold(1, sweep, low, high, maximum)
-        k2 = threshold(2, sweep, low, high, maximum)
-        k3 = threshold(3, sweep, low, high, maximum)
-        k4 = threshold(4, sweep, low, high, maximum)
-        k5 = threshold(5, sweep, low, high, maximum)
-        k6 = threshold(6, sweep, low, high, maximum)
-        k7 = threshold(7, sweep, low, high, maximum)
+        keys = tl.tuple(())
+        thresholds = tl.tuple(())
+        for i in tl.static_range(1, 8):
+            keys += (threshold(i, sweep, low, high, maximum),)
+            thresholds += (value_of(keys[i - 1]),)
         total, sums, least, most = weigh(
-            row_ptr,
-            vocab,
-            temperature,
-            maximum,
-            value_of(floor),
-            value_of(low),
-            value_of(high),
-            value_of(k1),
-            value_of(k2),
-            value_of(k3),
-            value_of(k4),
-            value_of(k5),
-            value_of(k6),
-            value_of(k7),
-            MASS,
-            SCALED,
-            R,
-            VEC,
-            ALIGNED,
+            *(row_ptr, vocab, temperature, maximum, value_of(floor), value_of(low), value_of(high), thresholds),
+            *(MASS, SCALED, R, VEC, ALIGNED),
         )
         if MASS:
             limit = (total.to(tl.float64) * kept).to(tl.int64)
@@ -199,13 +169,8 @@ def search(
             limit = total - kept
         # The largest entry always stays; if there are fewer than `kept` entries, all stay.
         limit = tl.maximum(tl.minimum(limit, total - 1), 0)
-        low, high, below = narrowed(k1, sums[0], limit, low, high, below)
-        low, high, below = narrowed(k2, sums[1], limit, low, high, below)
-        low, high, below = narrowed(k3, sums[2], limit, low, high, below)
-        low, high, below = narrowed(k4, sums[3], limit, low, high, below)
-        low, high, below = narrowed(k5, sums[4], limit, low, high, below)
-        low, high, below = narrowed(k6, sums[5], limit, low, high, below)
-        low, high, below = narrowed(k7, sums[6], limit, low, high, below)
+        for i in tl.static_range(7):
+            low, high, below = narrowed(keys[i], sums[i], limit, low, high, below)
         low = tl.maximum(low, key_of(least) - 1)
         high = tl.minimum(high, key_of(most))
         sweep += 1
@@ -232,10 +197,7 @@ def largest(
     return maximum, tl.max(nan) > 0
 
 
-@triton.jit(
-    do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b", "top_k"],
-    do_not_specialize_on_alignment=["logits_ptr", "pivots_ptr", "out_ptr"],
-)
+@kernel()
 def choose_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     pivots_ptr,  # (N,) float32, N = A * B: the entries above it are kept
@@ -296,10 +258,7 @@ def choose_kernel(
     tl.store(out_ptr + rows.to(tl.int64), dropped)
 
 
-@triton.jit(
-    do_not_specialize=["columns_b", "vocab", "stride_a", "stride_b"],
-    do_not_specialize_on_alignment=["logits_ptr", "pivots_ptr", "dropped_ptr", "offsets_ptr", "ids_ptr"],
-)
+@kernel()
 def write_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     pivots_ptr,  # (N,) float32

@@ -9,7 +9,17 @@ subtraction into one operation, and equal rows would differ.
 import triton
 import triton.language as tl
 
-from fastrl.kernels.device_functions import FIXED, LN2, LOG2E, capped, load_vectors, log, tanh_and_slope, tile
+from fastrl.kernels.device_functions import (
+    FIXED,
+    LN2,
+    LOG2E,
+    capped,
+    load_block,
+    load_vectors,
+    log,
+    store_block,
+    tanh_and_slope,
+)
 
 FORWARD_KL = tl.constexpr(0)
 REVERSE_KL = tl.constexpr(1)
@@ -98,13 +108,18 @@ def finish_side(top, total, outer):
 
 
 @triton.jit
-def log2_p(x, outer, inner2, maximum_z, shift2, SOFTCAP: tl.constexpr):
-    """log2 of the probabilities of raw logits x, with shift2 = -log_sum log2(e); and the softcap's factor of dz/dx."""
-    slope = 1.0
+def log2_p(x, side, SOFTCAP: tl.constexpr):
+    """log2 of the probabilities of raw logits x, and the softcap's factor of dz/dx.
+
+    A side is (scaling, maximum_z, shift2), with the row's `scales` and shift2 = -log_sum log2(e).
+    """
+    scaling, maximum_z, shift2 = side
+    outer, inner2, _ = scaling
+    factor = 1.0
     if SOFTCAP:
-        t, slope = tanh_and_slope(x * inner2)
+        t, factor = tanh_and_slope(x * inner2)
         x = tl.where(x == -float("inf"), x, t)
-    return tl.fma(tl.fma(x, outer, -maximum_z), LOG2E, shift2), slope
+    return tl.fma(tl.fma(x, outer, -maximum_z), LOG2E, shift2), factor
 
 
 @triton.jit
@@ -120,33 +135,14 @@ def mixture_log_ratios(log2_p, log2_q, beta):
 
 
 @triton.jit
-def load_block(ptr, start, vocab, R: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr):
-    """The block at `start` in float32 for elementwise work, in the shape of `tile`."""
-    if ALIGNED:
-        return load_vectors(ptr, start, vocab, tl.arange(0, R), VEC, ALIGNED, TAIL, "evict_first")
-    else:
-        columns, mask = tile(start, vocab, R, VEC, ALIGNED)
-        if TAIL:
-            return tl.load(ptr + columns, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        else:
-            return tl.load(ptr + columns, eviction_policy="evict_first").to(tl.float32)
-
-
-@triton.jit
 def pair_statistics_step(
-    m,
-    s,
-    n,
-    u,
-    w,
+    sums,
     row_ptr,
     teacher_ptr,
     start,
     vocab,
-    outer2,
-    inner2,
-    teacher_outer2,
-    teacher_inner2,
+    scaling,
+    teacher_scaling,
     KIND: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr,
@@ -156,30 +152,26 @@ def pair_statistics_step(
     TAIL: tl.constexpr,
 ):
     """Load the block at `start` of both rows and add it to the accumulators of `update_pair`."""
+    m, s, n, u, w = sums
+    outer, inner2, _ = scaling
+    teacher_outer, teacher_inner2, _ = teacher_scaling
     vectors = tl.arange(0, R)
     x = load_vectors(row_ptr, start, vocab, vectors, VEC, ALIGNED, TAIL, "evict_last")
     y = load_vectors(teacher_ptr, start, vocab, vectors, VEC, ALIGNED, TAIL, "evict_last")
     x = capped(x, inner2, SOFTCAP)
     y = capped(y, teacher_inner2, TEACHER_SOFTCAP)
-    return update_pair(m, s, n, u, w, x, y, outer2, teacher_outer2, KIND)
+    return update_pair(m, s, n, u, w, x, y, outer * LOG2E, teacher_outer * LOG2E, KIND)
 
 
 @triton.jit
 def mixture_step(
-    student,
-    teacher,
+    sums,
     row_ptr,
     teacher_ptr,
     start,
     vocab,
-    outer,
-    inner2,
-    maximum_z,
-    shift2,
-    teacher_outer,
-    teacher_inner2,
-    teacher_maximum_z,
-    teacher_shift2,
+    side,
+    teacher_side,
     beta,
     SOFTCAP: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr,
@@ -189,11 +181,12 @@ def mixture_step(
     TAIL: tl.constexpr,
 ):
     """Add the block at `start` to the sums (R,) of p log(p / m) and q log(q / m)."""
+    student, teacher = sums
     vectors = tl.arange(0, R)
     x = load_vectors(row_ptr, start, vocab, vectors, VEC, ALIGNED, TAIL, "evict_last")
     y = load_vectors(teacher_ptr, start, vocab, vectors, VEC, ALIGNED, TAIL, "evict_last")
-    log2_of_p, _ = log2_p(x, outer, inner2, maximum_z, shift2, SOFTCAP)
-    log2_of_q, _ = log2_p(y, teacher_outer, teacher_inner2, teacher_maximum_z, teacher_shift2, TEACHER_SOFTCAP)
+    log2_of_p, _ = log2_p(x, side, SOFTCAP)
+    log2_of_q, _ = log2_p(y, teacher_side, TEACHER_SOFTCAP)
     from_p, from_q = mixture_log_ratios(log2_of_p, log2_of_q, beta)
     student += tl.sum(tl.exp2(log2_of_p) * from_p, axis=1)
     teacher += tl.sum(tl.exp2(log2_of_q) * from_q, axis=1)
@@ -207,16 +200,10 @@ def pair_gradient_step(
     out_ptr,
     start,
     vocab,
+    side,
+    teacher_side,
     factor,
     student_kl,
-    outer,
-    inner2,
-    maximum_z,
-    shift2,
-    teacher_outer,
-    teacher_inner2,
-    teacher_maximum_z,
-    teacher_shift2,
     beta,
     KIND: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -229,8 +216,8 @@ def pair_gradient_step(
     """Load the block at `start` of both rows, and store the gradient; out_ptr may be row_ptr."""
     x = load_block(row_ptr, start, vocab, R, VEC, ALIGNED, TAIL)
     y = load_block(teacher_ptr, start, vocab, R, VEC, ALIGNED, TAIL)
-    log2_of_p, slope = log2_p(x, outer, inner2, maximum_z, shift2, SOFTCAP)
-    log2_of_q, _ = log2_p(y, teacher_outer, teacher_inner2, teacher_maximum_z, teacher_shift2, TEACHER_SOFTCAP)
+    log2_of_p, slope = log2_p(x, side, SOFTCAP)
+    log2_of_q, _ = log2_p(y, teacher_side, TEACHER_SOFTCAP)
     p = tl.exp2(log2_of_p)
     if KIND == FORWARD_KL:
         g = p - tl.exp2(log2_of_q)
@@ -239,9 +226,4 @@ def pair_gradient_step(
     else:
         from_p, _ = mixture_log_ratios(log2_of_p, log2_of_q, beta)
         g = p * (from_p - student_kl)
-    g = (g * factor * slope).to(out_ptr.dtype.element_ty)
-    columns, mask = tile(start, vocab, R, VEC, ALIGNED)
-    if TAIL:
-        tl.store(out_ptr + columns, g, mask=mask, eviction_policy="evict_first")
-    else:
-        tl.store(out_ptr + columns, g, eviction_policy="evict_first")
+    store_block(out_ptr, g * factor * slope, start, vocab, R, VEC, ALIGNED, TAIL)

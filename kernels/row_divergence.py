@@ -19,7 +19,17 @@ from torch import Tensor
 
 from fastrl.backend.contract import Divergence, PairStatistics, Transform
 from fastrl.kernels.configuration import _WARP, configuration, is_aligned, launch_options, numbers, on_device
-from fastrl.kernels.device_functions import LN2, LOG2E, LOWEST, maximum, row_pointer, scales, store_zeros
+from fastrl.kernels.device_functions import (
+    LN2,
+    LOG2E,
+    empty_sums,
+    maximum,
+    row_pointer,
+    scales,
+    store_each,
+    store_zeros,
+)
+from fastrl.kernels.jit import kernel
 from fastrl.kernels.pair_functions import (
     FORWARD_KL,
     JSD,
@@ -36,18 +46,7 @@ _KINDS = {"forward_kl": FORWARD_KL.value, "reverse_kl": REVERSE_KL.value, "jsd":
 _STEPS_A_PROGRAM = 8  # of the elementwise gradient: enough to pay for a program's start, few enough to split a row
 
 
-@triton.jit(
-    do_not_specialize=["rows", "vocab"],
-    do_not_specialize_on_alignment=[
-        "logits_ptr",
-        "teacher_ptr",
-        "out_ptr",
-        "temperatures_ptr",
-        "teacher_temperatures_ptr",
-        "c_ptr",
-        "statistics_ptr",
-    ],
-)
+@kernel()
 def row_divergence_kernel(
     logits_ptr,  # (N, V) contiguous
     teacher_ptr,  # (N, V) contiguous
@@ -58,12 +57,8 @@ def row_divergence_kernel(
     statistics_ptr,  # (6, N) float32, in the order of PairStatistics: written if STATISTICS, else read
     rows: tl.int32,  # N
     vocab: tl.int32,  # V
-    temperature: tl.float32,
-    logit_scale: tl.float32,
-    softcap: tl.float32,
-    teacher_temperature: tl.float32,
-    teacher_logit_scale: tl.float32,
-    teacher_softcap: tl.float32,
+    transform,  # temperature, logit_scale, softcap
+    teacher_transform,
     beta: tl.float32,
     KIND: tl.constexpr,
     STATISTICS: tl.constexpr,
@@ -83,69 +78,32 @@ def row_divergence_kernel(
     teacher_row_ptr = row_pointer(teacher_ptr, row, 1, vocab, 0, ALIGNED)
     stride = rows.to(tl.int64)
     statistics_ptr += row
-    outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
-    teacher_outer, teacher_inner2, _ = scales(
-        row, teacher_temperature, teacher_temperatures_ptr, teacher_logit_scale, teacher_softcap, TEACHER_SOFTCAP
-    )
+    scaling = scales(row, transform, temperatures_ptr, SOFTCAP)
+    teacher_scaling = scales(row, teacher_transform, teacher_temperatures_ptr, TEACHER_SOFTCAP)
+    outer, _, slope = scaling
+    teacher_outer, _, _ = teacher_scaling
 
     if STATISTICS:
         first = 0
         span = vocab
-        outer2 = outer * LOG2E
-        teacher_outer2 = teacher_outer * LOG2E
         whole = (vocab // STEP) * STEP
-        m = tl.full([R], LOWEST, tl.float32)
-        n = tl.full([R], LOWEST, tl.float32)
-        s = tl.zeros([R], tl.float32)
-        u = tl.zeros([R], tl.float32)
-        w = tl.zeros([R], tl.float32)
+        m, s, w = empty_sums(R)
+        n, u, _ = empty_sums(R)
+        sums = (m, s, n, u, w)
         for start in tl.range(0, whole, STEP, num_stages=STAGES):
-            m, s, n, u, w = pair_statistics_step(
-                m,
-                s,
-                n,
-                u,
-                w,
-                row_ptr,
-                teacher_row_ptr,
-                start,
-                vocab,
-                outer2,
-                inner2,
-                teacher_outer2,
-                teacher_inner2,
-                KIND,
-                SOFTCAP,
-                TEACHER_SOFTCAP,
-                R,
-                VEC,
-                ALIGNED,
-                False,
+            sums = pair_statistics_step(
+                *(sums, row_ptr, teacher_row_ptr, start, vocab, scaling, teacher_scaling, KIND),
+                *(SOFTCAP, TEACHER_SOFTCAP, R, VEC, ALIGNED, False),
             )
         if whole < vocab:
-            m, s, n, u, w = pair_statistics_step(
-                m,
-                s,
-                n,
-                u,
-                w,
-                row_ptr,
-                teacher_row_ptr,
-                whole,
-                vocab,
-                outer2,
-                inner2,
-                teacher_outer2,
-                teacher_inner2,
-                KIND,
-                SOFTCAP,
-                TEACHER_SOFTCAP,
-                R,
-                VEC,
-                ALIGNED,
-                True,
+            sums = pair_statistics_step(
+                *(sums, row_ptr, teacher_row_ptr, whole, vocab, scaling, teacher_scaling, KIND),
+                *(SOFTCAP, TEACHER_SOFTCAP, R, VEC, ALIGNED, True),
             )
-        top, total, teacher_top, teacher_total, cross = fold_pair(m, s, n, u, w, outer2, teacher_outer2, KIND)
+        m, s, n, u, w = sums
+        top, total, teacher_top, teacher_total, cross = fold_pair(
+            m, s, n, u, w, outer * LOG2E, teacher_outer * LOG2E, KIND
+        )
         maximum_z, log_sum, exact_log_sum = finish_side(top, total, outer)
         teacher_maximum_z, teacher_log_sum, teacher_exact_log_sum = finish_side(
             teacher_top, teacher_total, teacher_outer
@@ -157,68 +115,28 @@ def row_divergence_kernel(
         elif KIND == REVERSE_KL:
             divergence = cross / total * LN2 - rest
         else:
-            student = tl.zeros([R], tl.float32)
-            teacher = tl.zeros([R], tl.float32)
+            side = (scaling, maximum_z, -log_sum * LOG2E)
+            teacher_side = (teacher_scaling, teacher_maximum_z, -teacher_log_sum * LOG2E)
+            mixed = (tl.zeros([R], tl.float32), tl.zeros([R], tl.float32))
             if whole < vocab:
-                student, teacher = mixture_step(
-                    student,
-                    teacher,
-                    row_ptr,
-                    teacher_row_ptr,
-                    whole,
-                    vocab,
-                    outer,
-                    inner2,
-                    maximum_z,
-                    -log_sum * LOG2E,
-                    teacher_outer,
-                    teacher_inner2,
-                    teacher_maximum_z,
-                    -teacher_log_sum * LOG2E,
-                    beta,
-                    SOFTCAP,
-                    TEACHER_SOFTCAP,
-                    R,
-                    VEC,
-                    ALIGNED,
-                    True,
+                mixed = mixture_step(
+                    *(mixed, row_ptr, teacher_row_ptr, whole, vocab, side, teacher_side, beta),
+                    *(SOFTCAP, TEACHER_SOFTCAP, R, VEC, ALIGNED, True),
                 )
             for done in tl.range(0, whole, STEP, num_stages=STAGES):
-                student, teacher = mixture_step(
-                    student,
-                    teacher,
-                    row_ptr,
-                    teacher_row_ptr,
-                    whole - STEP - done,
-                    vocab,
-                    outer,
-                    inner2,
-                    maximum_z,
-                    -log_sum * LOG2E,
-                    teacher_outer,
-                    teacher_inner2,
-                    teacher_maximum_z,
-                    -teacher_log_sum * LOG2E,
-                    beta,
-                    SOFTCAP,
-                    TEACHER_SOFTCAP,
-                    R,
-                    VEC,
-                    ALIGNED,
-                    False,
+                start = whole - STEP - done
+                mixed = mixture_step(
+                    *(mixed, row_ptr, teacher_row_ptr, start, vocab, side, teacher_side, beta),
+                    *(SOFTCAP, TEACHER_SOFTCAP, R, VEC, ALIGNED, False),
                 )
-            student_kl = exact_sum(student)
-            divergence = beta * exact_sum(teacher) + (1.0 - beta) * student_kl
+            student_kl = exact_sum(mixed[0])
+            divergence = beta * exact_sum(mixed[1]) + (1.0 - beta) * student_kl
             divergence = tl.where(rest == rest, divergence, rest)
         divergence = maximum(divergence, 0.0)
         if KIND == REVERSE_KL:
             student_kl = divergence
-        tl.store(statistics_ptr, divergence)
-        tl.store(statistics_ptr + stride, student_kl)
-        tl.store(statistics_ptr + 2 * stride, maximum_z)
-        tl.store(statistics_ptr + 3 * stride, log_sum)
-        tl.store(statistics_ptr + 4 * stride, teacher_maximum_z)
-        tl.store(statistics_ptr + 5 * stride, teacher_log_sum)
+        found = (divergence, student_kl, maximum_z, log_sum, teacher_maximum_z, teacher_log_sum)
+        store_each(statistics_ptr, stride, found)
     else:
         # From here on, the program's span of the rows is treated as the rows.
         first = tl.program_id(1) * (STEP * STEPS)
@@ -244,87 +162,27 @@ def row_divergence_kernel(
         row_ptr += first
         teacher_row_ptr += first
         whole_span = (span // BACK) * BACK
+        side = (scaling, maximum_z, -log_sum * LOG2E)
+        teacher_side = (teacher_scaling, teacher_maximum_z, -teacher_log_sum * LOG2E)
         # After the JSD's sweep, which ends at the row's start, the tail comes last.
         FORWARD: tl.constexpr = STATISTICS and KIND == JSD
         if not FORWARD:  # noqa: SIM102  (at compile time; the next at run time)
             if whole_span < span:
                 pair_gradient_step(
-                    row_ptr,
-                    teacher_row_ptr,
-                    out_row_ptr,
-                    whole_span,
-                    span,
-                    factor,
-                    student_kl,
-                    outer,
-                    inner2,
-                    maximum_z,
-                    -log_sum * LOG2E,
-                    teacher_outer,
-                    teacher_inner2,
-                    teacher_maximum_z,
-                    -teacher_log_sum * LOG2E,
-                    beta,
-                    KIND,
-                    SOFTCAP,
-                    TEACHER_SOFTCAP,
-                    BACK // VEC,
-                    VEC,
-                    ALIGNED,
-                    True,
+                    *(row_ptr, teacher_row_ptr, out_row_ptr, whole_span, span, side, teacher_side),
+                    *(factor, student_kl, beta, KIND, SOFTCAP, TEACHER_SOFTCAP, BACK // VEC, VEC, ALIGNED, True),
                 )
         for done in tl.range(0, whole_span, BACK, num_stages=STAGES):
+            start = done if FORWARD else whole_span - BACK - done
             pair_gradient_step(
-                row_ptr,
-                teacher_row_ptr,
-                out_row_ptr,
-                done if FORWARD else whole_span - BACK - done,
-                span,
-                factor,
-                student_kl,
-                outer,
-                inner2,
-                maximum_z,
-                -log_sum * LOG2E,
-                teacher_outer,
-                teacher_inner2,
-                teacher_maximum_z,
-                -teacher_log_sum * LOG2E,
-                beta,
-                KIND,
-                SOFTCAP,
-                TEACHER_SOFTCAP,
-                BACK // VEC,
-                VEC,
-                ALIGNED,
-                False,
+                *(row_ptr, teacher_row_ptr, out_row_ptr, start, span, side, teacher_side),
+                *(factor, student_kl, beta, KIND, SOFTCAP, TEACHER_SOFTCAP, BACK // VEC, VEC, ALIGNED, False),
             )
         if FORWARD:  # noqa: SIM102
             if whole_span < span:
                 pair_gradient_step(
-                    row_ptr,
-                    teacher_row_ptr,
-                    out_row_ptr,
-                    whole_span,
-                    span,
-                    factor,
-                    student_kl,
-                    outer,
-                    inner2,
-                    maximum_z,
-                    -log_sum * LOG2E,
-                    teacher_outer,
-                    teacher_inner2,
-                    teacher_maximum_z,
-                    -teacher_log_sum * LOG2E,
-                    beta,
-                    KIND,
-                    SOFTCAP,
-                    TEACHER_SOFTCAP,
-                    BACK // VEC,
-                    VEC,
-                    ALIGNED,
-                    True,
+                    *(row_ptr, teacher_row_ptr, out_row_ptr, whole_span, span, side, teacher_side),
+                    *(factor, student_kl, beta, KIND, SOFTCAP, TEACHER_SOFTCAP, BACK // VEC, VEC, ALIGNED, True),
                 )
 
 
@@ -382,8 +240,8 @@ def _launch(
             statistics,
             rows,
             vocab,
-            *numbers(transform),
-            *numbers(teacher_transform),
+            numbers(transform),
+            numbers(teacher_transform),
             float(divergence.beta),
             KIND=_KINDS[divergence.kind],
             STATISTICS=find,

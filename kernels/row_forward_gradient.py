@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -27,46 +26,28 @@ from fastrl.kernels.configuration import (
 )
 from fastrl.kernels.device_functions import (
     LOG2E,
-    LOWEST,
+    add_block,
     by_segment,
     capped,
+    empty_sums,
     finish,
     fold,
     gradient_scalars,
     gradient_step,
-    is_column,
+    is_idle,
     load_logit,
     load_target,
-    load_vectors,
     row_pointer,
     scales,
     store_row_terms,
     store_zeros,
-    update,
     vectors_in_turn,
 )
+from fastrl.kernels.jit import kernel
 from fastrl.objectives.rows import RowInputs
 
 
-@triton.jit(
-    do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b", "gradient_stride"],
-    do_not_specialize_on_alignment=[
-        "logits_ptr",
-        "gradient_ptr",
-        "targets_ptr",
-        "mask_ptr",
-        "temperatures_ptr",
-        "advantages_ptr",
-        "policy_weights_ptr",
-        "old_ptr",
-        "ref_ptr",
-        "rollout_ptr",
-        "kl_weights_ptr",
-        "entropy_weights_ptr",
-        "entropy_threshold_ptr",
-        "out_ptr",
-    ],
-)
+@kernel()
 def row_forward_gradient_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     gradient_ptr,  # (N, V), unit stride on V, maybe narrower; or None: the logits become the gradient
@@ -88,18 +69,8 @@ def row_forward_gradient_kernel(
     stride_a: tl.int64,
     stride_b: tl.int64,
     gradient_stride: tl.int64,
-    temperature: tl.float32,
-    logit_scale: tl.float32,
-    softcap: tl.float32,
-    p0: tl.float32,  # p0 ... max_log_ratio: the objective's parameters
-    p1: tl.float32,
-    p2: tl.float32,
-    p3: tl.float32,
-    rollout_low: tl.float32,
-    rollout_high: tl.float32,
-    reject_low: tl.float32,
-    reject_high: tl.float32,
-    max_log_ratio: tl.float32,
+    transform,  # temperature, logit_scale, softcap
+    objective_numbers,  # fastrl.objectives.rows.Numbers
     OBJECTIVE: tl.constexpr,  # device function: scalars -> eight terms, c = dL/dlogp, h = dL/dH
     SOFTCAP: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -113,50 +84,8 @@ def row_forward_gradient_kernel(
     R: tl.constexpr = STEP // VEC
     ENTROPY: tl.constexpr = entropy_weights_ptr is not None
     row = tl.program_id(0)
-    stride_out = rows.to(tl.int64)
-    row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED)
-    to_ptr = row_ptr
-    if gradient_ptr is not None:
-        to_ptr = row_pointer(gradient_ptr, row, 1, gradient_stride, 0, ALIGNED)
-
-    if mask_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
-        if tl.load(mask_ptr + row) == 0:
-            for i in tl.static_range(10):
-                tl.store(out_ptr + i * stride_out + row, 0.0)
-            store_zeros(to_ptr, 0, vocab, R, VEC, ALIGNED)
-            return
-
-    # Load: the row's scalars.
-    outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
-    outer2 = outer * LOG2E
-    column = load_target(targets_ptr + row, vocab)
-    # Before the fold, whose barriers all warps pass: later, a faster warp may have written the gradient there.
-    at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
-
-    # Loop, forward: all segments at once.
-    whole = (vocab // STEP) * STEP
-    m = tl.full([R], LOWEST, tl.float32)
-    s = tl.zeros([R], tl.float32)
-    w = tl.zeros([R], tl.float32)
-    vectors = vectors_in_turn(R, SEGMENTS)
-    for start in tl.range(0, whole, STEP, num_stages=STAGES):
-        x = load_vectors(row_ptr, start, vocab, vectors, VEC, ALIGNED, False, "evict_last")
-        if (column >= start) & (column < start + STEP):
-            x = tl.where(is_column(start, column, vectors, VEC), -float("inf"), x)
-        m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
-    if whole < vocab:
-        x = load_vectors(row_ptr, whole, vocab, vectors, VEC, ALIGNED, True, "evict_last")
-        x = tl.where(is_column(whole, column, vectors, VEC), -float("inf"), x)
-        m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
-    m_1, s_1, w_1 = fold(by_segment(m, SEGMENTS), by_segment(s, SEGMENTS), by_segment(w, SEGMENTS), outer2, 1)
-    m_all, s_all, w_all = fold(m_1, s_1, w_1, outer2, 0)
-    logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, at_target, column >= 0, outer)
-
-    # The objective.
-    c, h = store_row_terms(
-        row,
-        logprob,
-        entropy,
+    # One tuple from here on: as the kernel's argument, each address would be specialised on (jit.py).
+    inputs = (
         advantages_ptr,
         policy_weights_ptr,
         old_ptr,
@@ -165,78 +94,63 @@ def row_forward_gradient_kernel(
         kl_weights_ptr,
         entropy_weights_ptr,
         entropy_threshold_ptr,
-        p0,
-        p1,
-        p2,
-        p3,
-        rollout_low,
-        rollout_high,
-        reject_low,
-        reject_high,
-        max_log_ratio,
-        out_ptr,
-        out_ptr + stride_out,
-        out_ptr + 2 * stride_out,
-        stride_out,
-        OBJECTIVE,
     )
+    row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED)
+    to_ptr = row_ptr
+    if gradient_ptr is not None:
+        to_ptr = row_pointer(gradient_ptr, row, 1, gradient_stride, 0, ALIGNED)
 
-    # An idle row's gradient is 0, so it needs no second sweep.
-    idle = (column >= 0) & (c == 0.0) & (log_sum == log_sum)
-    if ENTROPY:
-        idle = idle & (h == 0.0)
-    if idle:
+    if mask_ptr is not None:  # noqa: SIM102  (at compile time; the next at run time)
+        if tl.load(mask_ptr + row) == 0:
+            for i in tl.static_range(10):
+                tl.store(out_ptr + i * rows.to(tl.int64) + row, 0.0)
+            store_zeros(to_ptr, 0, vocab, R, VEC, ALIGNED)
+            return
+
+    # Load: the row's scalars.
+    scaling = scales(row, transform, temperatures_ptr, SOFTCAP)
+    outer, inner2, slope = scaling
+    column = load_target(targets_ptr + row, vocab)
+    # Before the fold, whose barriers all warps pass: later, a faster warp may have written the gradient there.
+    at_target = capped(load_logit(row_ptr, column), inner2, SOFTCAP)
+
+    # Loop, forward: all segments at once.
+    whole = (vocab // STEP) * STEP
+    sums = empty_sums(R)
+    vectors = vectors_in_turn(R, SEGMENTS)
+    for start in tl.range(0, whole, STEP, num_stages=STAGES):
+        sums = add_block(
+            sums, row_ptr, start, vocab, column, vectors, scaling, SOFTCAP, VEC, ALIGNED, False, "evict_last"
+        )
+    if whole < vocab:
+        sums = add_block(
+            sums, row_ptr, whole, vocab, column, vectors, scaling, SOFTCAP, VEC, ALIGNED, True, "evict_last"
+        )
+    m, s, w = sums
+    outer2 = outer * LOG2E
+    m_1, s_1, w_1 = fold(by_segment(m, SEGMENTS), by_segment(s, SEGMENTS), by_segment(w, SEGMENTS), outer2, 1)
+    m_all, s_all, w_all = fold(m_1, s_1, w_1, outer2, 0)
+    statistics = finish(m_all, s_all, w_all, at_target, column >= 0, outer)
+
+    # The objective.
+    c, h = store_row_terms(row, statistics, inputs, objective_numbers, out_ptr, rows, OBJECTIVE)
+
+    # An idle row needs no second sweep.
+    h = h if ENTROPY else None
+    if is_idle(statistics, c, h):
         store_zeros(to_ptr, 0, vocab, R, VEC, ALIGNED)
         return
 
     # Loop, backward: the gradient. Without a pipeline it needs more registers: half as many entries at a time.
     BACK: tl.constexpr = STEP if ALIGNED and not SOFTCAP else STEP // 2
-    a, b, shift2, at_column = gradient_scalars(logprob, entropy, log_sum, c, h if ENTROPY else None, slope)
+    N: tl.constexpr = BACK // VEC
+    scalars = gradient_scalars(statistics, c, h, slope)
     whole = (vocab // BACK) * BACK
     if whole < vocab:
-        gradient_step(
-            row_ptr,
-            to_ptr,
-            whole,
-            vocab,
-            column,
-            maximum,
-            a,
-            b,
-            shift2,
-            at_column,
-            outer,
-            inner2,
-            SOFTCAP,
-            ENTROPY,
-            BACK // VEC,
-            VEC,
-            ALIGNED,
-            True,
-            "evict_first",
-        )
+        gradient_step(row_ptr, to_ptr, whole, vocab, column, scalars, scaling, SOFTCAP, ENTROPY, N, VEC, ALIGNED, True)
     for done in tl.range(0, whole, BACK, num_stages=STAGES):
-        gradient_step(
-            row_ptr,
-            to_ptr,
-            whole - BACK - done,
-            vocab,
-            column,
-            maximum,
-            a,
-            b,
-            shift2,
-            at_column,
-            outer,
-            inner2,
-            SOFTCAP,
-            ENTROPY,
-            BACK // VEC,
-            VEC,
-            ALIGNED,
-            False,
-            "evict_first",
-        )
+        start = whole - BACK - done
+        gradient_step(row_ptr, to_ptr, start, vocab, column, scalars, scaling, SOFTCAP, ENTROPY, N, VEC, ALIGNED, False)
 
 
 def row_forward_gradient(
@@ -245,7 +159,7 @@ def row_forward_gradient(
     mask: Tensor | None,  # (N,) bool
     transform: Transform,
     objective: Any,  # device function
-    parameters: tuple[float, ...],  # p0..p3, rollout_low, rollout_high, reject_low, reject_high, max_log_ratio
+    objective_numbers: tuple[float, ...],
     inputs: RowInputs,
     gradient: Tensor | None,  # (A, B, V), rows equally far apart, maybe narrower; or None: over the logits
 ) -> LossTerms:
@@ -275,8 +189,8 @@ def row_forward_gradient(
             stride_a,
             stride_b,
             0 if gradient is None else row_distance(gradient),
-            *numbers(transform),
-            *map(float, parameters),
+            numbers(transform),
+            tuple(map(float, objective_numbers)),  # an integer would be a constant of the compilation
             OBJECTIVE=objective,
             SOFTCAP=transform.softcap != 0,
             ALIGNED=aligned,

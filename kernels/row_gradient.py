@@ -26,31 +26,18 @@ from fastrl.kernels.configuration import (
 from fastrl.kernels.device_functions import (
     gradient_scalars,
     gradient_step,
+    is_idle,
     load_target,
     row_pointer,
     scales,
     store_zeros,
 )
+from fastrl.kernels.jit import kernel
 
 _BLOCKS_A_PROGRAM = 16  # enough to pay for a program's start, few enough to split a long row in a small batch
 
 
-@triton.jit(
-    do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b", "out_stride_a", "out_stride_b"],
-    do_not_specialize_on_alignment=[
-        "logits_ptr",
-        "out_ptr",
-        "targets_ptr",
-        "mask_ptr",
-        "temperatures_ptr",
-        "logprobs_ptr",
-        "entropy_ptr",
-        "maximum_ptr",
-        "log_sum_ptr",
-        "c_ptr",
-        "h_ptr",
-    ],
-)
+@kernel()
 def row_gradient_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     out_ptr,  # (A, B, V), unit stride on V; may be logits_ptr, or narrower
@@ -69,9 +56,7 @@ def row_gradient_kernel(
     stride_b: tl.int64,
     out_stride_a: tl.int64,
     out_stride_b: tl.int64,
-    temperature: tl.float32,
-    logit_scale: tl.float32,
-    softcap: tl.float32,
+    transform,  # temperature, logit_scale, softcap
     SOFTCAP: tl.constexpr,
     ALIGNED: tl.constexpr,
     VEC: tl.constexpr,
@@ -83,6 +68,7 @@ def row_gradient_kernel(
     # Without a pipeline it needs more registers: half as many entries at a time.
     STEP: tl.constexpr = BLOCK if ALIGNED and not SOFTCAP else BLOCK // 2
     R: tl.constexpr = STEP // VEC
+    ENTROPY: tl.constexpr = h_ptr is not None
     row = tl.program_id(0)
     # From here on, the program's span of the row is treated as the row.
     first = tl.program_id(1) * (BLOCK * BLOCKS)
@@ -97,68 +83,33 @@ def row_gradient_kernel(
 
     # Load: the row's scalars.
     column = load_target(targets_ptr + row, vocab) - first  # outside every span if the target is not in the row
-    logprob = tl.load(logprobs_ptr + row)
-    log_sum = tl.load(log_sum_ptr + row)
+    statistics = (
+        tl.load(logprobs_ptr + row),
+        tl.load(entropy_ptr + row),
+        tl.load(maximum_ptr + row),
+        tl.load(log_sum_ptr + row),
+    )
     c = tl.load(c_ptr + row)
-    idle = (logprob == logprob) & (c == 0.0) & (log_sum == log_sum)
+    h = None
     if h_ptr is not None:
         h = tl.load(h_ptr + row)
-        idle = idle & (h == 0.0)
-    else:
-        h = None
-    if idle:
+    if is_idle(statistics, c, h):
         store_zeros(out_row_ptr, 0, span, R, VEC, ALIGNED)
         return
 
-    outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
-    maximum_z = tl.load(maximum_ptr + row)
-    a, b, shift2, at_target = gradient_scalars(logprob, tl.load(entropy_ptr + row), log_sum, c, h, slope)
+    scaling = scales(row, transform, temperatures_ptr, SOFTCAP)
+    _, _, slope = scaling
+    scalars = gradient_scalars(statistics, c, h, slope)
 
     # Loop: whole blocks, then the tail of the row.
     whole = (span // STEP) * STEP
     for start in tl.range(0, whole, STEP, num_stages=STAGES):
         gradient_step(
-            row_ptr,
-            out_row_ptr,
-            start,
-            span,
-            column,
-            maximum_z,
-            a,
-            b,
-            shift2,
-            at_target,
-            outer,
-            inner2,
-            SOFTCAP,
-            h_ptr is not None,
-            R,
-            VEC,
-            ALIGNED,
-            False,
-            "evict_first",
+            row_ptr, out_row_ptr, start, span, column, scalars, scaling, SOFTCAP, ENTROPY, R, VEC, ALIGNED, False
         )
     if whole < span:
         gradient_step(
-            row_ptr,
-            out_row_ptr,
-            whole,
-            span,
-            column,
-            maximum_z,
-            a,
-            b,
-            shift2,
-            at_target,
-            outer,
-            inner2,
-            SOFTCAP,
-            h_ptr is not None,
-            R,
-            VEC,
-            ALIGNED,
-            True,
-            "evict_first",
+            row_ptr, out_row_ptr, whole, span, column, scalars, scaling, SOFTCAP, ENTROPY, R, VEC, ALIGNED, True
         )
 
 
@@ -197,7 +148,7 @@ def row_gradient(
             stride_b,
             out_stride_a,
             out_stride_b,
-            *numbers(transform),
+            numbers(transform),
             SOFTCAP=transform.softcap != 0,
             ALIGNED=aligned,
             VEC=sizes.vector,

@@ -12,7 +12,6 @@ If there are too few rows to fill the GPU, a program takes one segment of a row 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -30,35 +29,25 @@ from fastrl.kernels.configuration import (
 )
 from fastrl.kernels.device_functions import (
     LOG2E,
-    LOWEST,
+    add_block,
     capped,
+    empty_sums,
     finish,
     fold,
-    is_column,
     load_logit,
     load_target,
-    load_vectors,
     row_pointer,
     scales,
-    update,
+    store_each,
 )
+from fastrl.kernels.jit import kernel
 
 #: Programs of 4 warps with 96 registers per thread that fit on a multiprocessor. If there are fewer rows than programs
 #: that fit on the GPU, each segment of a row gets its own program.
 _PROGRAMS = 5
 
 
-@triton.jit(
-    do_not_specialize=["rows", "columns_b", "vocab", "stride_a", "stride_b"],
-    do_not_specialize_on_alignment=[
-        "logits_ptr",
-        "targets_ptr",
-        "mask_ptr",
-        "temperatures_ptr",
-        "out_ptr",
-        "target_logits_ptr",
-    ],
-)
+@kernel()
 def row_statistics_kernel(
     logits_ptr,  # (A, B, V), unit stride on V
     targets_ptr,  # (N,) int64, N = A * B
@@ -71,9 +60,7 @@ def row_statistics_kernel(
     vocab: tl.int32,  # V
     stride_a: tl.int64,
     stride_b: tl.int64,
-    temperature: tl.float32,
-    logit_scale: tl.float32,
-    softcap: tl.float32,
+    transform,  # temperature, logit_scale, softcap
     SOFTCAP: tl.constexpr,
     ALIGNED: tl.constexpr,
     VEC: tl.constexpr,
@@ -97,8 +84,8 @@ def row_statistics_kernel(
 
     # Load: the row's scalars.
     row_ptr = row_pointer(logits_ptr, row, columns_b, stride_a, stride_b, ALIGNED)
-    outer, inner2, _ = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
-    outer2 = outer * LOG2E
+    scaling = scales(row, transform, temperatures_ptr, SOFTCAP)
+    outer, inner2, _ = scaling
     column = load_target(targets_ptr + row, vocab)
 
     # Loop: all segments one after the other, or only this program's.
@@ -107,27 +94,23 @@ def row_statistics_kernel(
         first = tl.program_id(1)
         last = first + 1
     segment_index = tl.arange(0, SEGMENTS)
-    segments_m = tl.full([SEGMENTS], LOWEST, tl.float32)
-    segments_s = tl.zeros([SEGMENTS], tl.float32)
-    segments_w = tl.zeros([SEGMENTS], tl.float32)
+    segments_m, segments_s, segments_w = empty_sums(SEGMENTS)
     whole = (vocab // BLOCK) * BLOCK
     vectors = tl.arange(0, R)
     for segment in range(first, last):
-        m = tl.full([R], LOWEST, tl.float32)
-        s = tl.zeros([R], tl.float32)
-        w = tl.zeros([R], tl.float32)
+        sums = empty_sums(R)
         for start in tl.range(segment * BLOCK, whole, STEP, num_stages=STAGES):
-            x = load_vectors(row_ptr, start, vocab, vectors, VEC, ALIGNED, False, "evict_first")
-            if (column >= start) & (column < start + BLOCK):
-                x = tl.where(is_column(start, column, vectors, VEC), -float("inf"), x)
-            m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
+            sums = add_block(
+                sums, row_ptr, start, vocab, column, vectors, scaling, SOFTCAP, VEC, ALIGNED, False, "evict_first"
+            )
         # The segment's first incomplete block: the row's tail in one segment, past the row's end in the others.
         rest = segment * BLOCK + tl.cdiv(tl.maximum(whole - segment * BLOCK, 0), STEP) * STEP
         if rest < vocab:
-            x = load_vectors(row_ptr, rest, vocab, vectors, VEC, ALIGNED, True, "evict_first")
-            x = tl.where(is_column(rest, column, vectors, VEC), -float("inf"), x)
-            m, s, w = update(m, s, w, capped(x, inner2, SOFTCAP), outer2)
-        m_1, s_1, w_1 = fold(m, s, w, outer2, 0)
+            sums = add_block(
+                sums, row_ptr, rest, vocab, column, vectors, scaling, SOFTCAP, VEC, ALIGNED, True, "evict_first"
+            )
+        m, s, w = sums
+        m_1, s_1, w_1 = fold(m, s, w, outer * LOG2E, 0)
         segments_m = tl.where(segment_index == segment, m_1, segments_m)
         segments_s = tl.where(segment_index == segment, s_1, segments_s)
         segments_w = tl.where(segment_index == segment, w_1, segments_w)
@@ -139,18 +122,12 @@ def row_statistics_kernel(
     if SPLIT:
         mine = segment_index == first
         out_ptr += segment_index.to(tl.int64) * rows
-        tl.store(out_ptr, segments_m, mask=mine)
-        tl.store(out_ptr + SEGMENTS * rows.to(tl.int64), segments_s, mask=mine)
-        tl.store(out_ptr + 2 * SEGMENTS * rows.to(tl.int64), segments_w, mask=mine)
+        store_each(out_ptr, SEGMENTS * rows.to(tl.int64), (segments_m, segments_s, segments_w), mine)
         if first == 0:
             tl.store(target_logits_ptr + row, at_target)
     else:
-        m_all, s_all, w_all = fold(segments_m, segments_s, segments_w, outer2, 0)
-        logprob, entropy, maximum, log_sum = finish(m_all, s_all, w_all, at_target, column >= 0, outer)
-        tl.store(out_ptr, logprob)
-        tl.store(out_ptr + rows.to(tl.int64), entropy)
-        tl.store(out_ptr + 2 * rows.to(tl.int64), maximum)
-        tl.store(out_ptr + 3 * rows.to(tl.int64), log_sum)
+        m_all, s_all, w_all = fold(segments_m, segments_s, segments_w, outer * LOG2E, 0)
+        store_each(out_ptr, rows.to(tl.int64), finish(m_all, s_all, w_all, at_target, column >= 0, outer))
 
 
 def row_statistics(
@@ -184,7 +161,7 @@ def row_statistics(
             vocab,
             stride_a,
             stride_b,
-            *numbers(transform),
+            numbers(transform),
             SOFTCAP=transform.softcap != 0,
             ALIGNED=aligned,
             VEC=sizes.vector,

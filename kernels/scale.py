@@ -11,12 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.configuration import launch_options, on_device
+from fastrl.kernels.jit import kernel
 
 _BLOCK = 4096
 _BLOCKS_A_PROGRAM = 16  # a factor of 1 then costs one small program per 65,536 entries
 
 
-@triton.jit(do_not_specialize=["entries"], do_not_specialize_on_alignment=["factor_ptr"])
+@kernel(aligned=("tensor_ptr", "out_ptr"))
 def scale_kernel(
     tensor_ptr,  # (entries,)
     out_ptr,  # (entries,); may be tensor_ptr

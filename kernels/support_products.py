@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastrl.backend.contract import Support
 from fastrl.kernels.configuration import _WARP, check_unit_strides, on_device
+from fastrl.kernels.jit import kernel
 
 ENTRIES = 4  # 8 KB of the head in flight per program in bfloat16, 32 registers of sums per thread
 _THREADS = 128
@@ -34,10 +35,7 @@ def launch_options(warp: int = _WARP) -> dict[str, Any]:
     return {"num_warps": _THREADS // warp, "num_stages": 1, "enable_fp_fusion": True}
 
 
-@triton.jit(
-    do_not_specialize=["rows", "vocab"],
-    do_not_specialize_on_alignment=["token_ids_ptr", "offsets_ptr", "valid_ptr", "rows_ptr", "keys_ptr"],
-)
+@kernel()
 def entry_rows_kernel(
     token_ids_ptr,  # (nnz,) int32; None with keys_ptr
     offsets_ptr,  # (N + 1,) int64
@@ -87,10 +85,7 @@ def vector(*matrices: Tensor) -> int:
     return entries if aligned else 1
 
 
-@triton.jit(
-    do_not_specialize=["nnz", "rows", "hidden_size", "stride_hidden", "stride_weight"],
-    do_not_specialize_on_alignment=["bias_ptr", "token_ids_ptr", "rows_ptr", "values_ptr"],
-)
+@kernel(aligned=("hidden_ptr", "weight_ptr"))
 def support_products_kernel(
     hidden_ptr,  # (N, H), unit stride on H
     weight_ptr,  # (V, H), of the same dtype, unit stride on H

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.configuration import on_device
+from fastrl.kernels.jit import kernel
 
 BLOCK, IDS = 512, 32
 
@@ -27,10 +28,7 @@ def first_not_below(ids_ptr, begin, end, bound):
     return begin
 
 
-@triton.jit(
-    do_not_specialize=["width", "stride", "first"],
-    do_not_specialize_on_alignment=["logits_ptr", "rows_ptr", "token_ids_ptr", "offsets_ptr"],
-)
+@kernel()
 def support_restrict_kernel(
     logits_ptr,  # (n, v), unit stride on v
     rows_ptr,  # (n,) int64

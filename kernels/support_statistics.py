@@ -16,15 +16,18 @@ from fastrl.backend.contract import Statistics, Support, Transform
 from fastrl.kernels.configuration import numbers, on_device
 from fastrl.kernels.device_functions import (
     LOG2E,
-    LOWEST,
     capped,
+    empty_sums,
     finish,
     fold,
     gradient_block,
     gradient_scalars,
+    is_idle,
     scales,
+    store_each,
     update,
 )
+from fastrl.kernels.jit import kernel
 
 BLOCK = 256  # entries per step: 8 per thread
 OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
@@ -32,14 +35,13 @@ OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
 
 @triton.jit
 def support_row_statistics(
-    values_ptr, token_ids_ptr, count, target, outer, inner2, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
+    values_ptr, token_ids_ptr, count, target, scaling, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
 ):
     """logprob, entropy, maximum and log_sum of a row of `count` logits."""
+    outer, inner2, _ = scaling
     outer2 = outer * LOG2E
     # Loop: one accumulator per entry of a block.
-    m = tl.full([BLOCK], LOWEST, tl.float32)
-    s = tl.zeros([BLOCK], tl.float32)
-    w = tl.zeros([BLOCK], tl.float32)
+    m, s, w = empty_sums(BLOCK)
     at_target = tl.zeros([BLOCK], tl.float32)
     hits = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
@@ -75,49 +77,31 @@ def store_support_gradient(
     token_ids_ptr,
     count,
     target,
-    logprob,
-    entropy,
-    maximum_z,
-    log_sum,
+    statistics,
     c,
     h,  # or None: no entropy term
-    outer,
-    inner2,
-    slope_z,
+    scaling,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The gradient of a row of `count` logits; zeros if the row is idle."""
-    idle = (logprob == logprob) & (c == 0.0) & (log_sum == log_sum)
-    if h is not None:
-        idle = idle & (h == 0.0)
-    if idle:
+    if is_idle(statistics, c, h):
         store_support_zeros(out_ptr, count, BLOCK)
     else:
-        a, b, shift2, at_target = gradient_scalars(logprob, entropy, log_sum, c, h, slope_z)
+        _, _, slope = scaling
+        scalars = gradient_scalars(statistics, c, h, slope)
         # Loop: each entry is read before it is written, so out may be values.
         for start in range(0, count, BLOCK):
             entry = start + tl.arange(0, BLOCK)
             mask = entry < count
             x = tl.load(values_ptr + entry, mask=mask, other=0.0)
             token = tl.load(token_ids_ptr + entry, mask=mask, other=0)
-            g, slope = gradient_block(x, maximum_z, a, b, shift2, outer, inner2, SOFTCAP, h is not None)
-            g = tl.where(token.to(tl.int64) == target, at_target * slope, g)
+            g, at_target = gradient_block(x, scalars, scaling, SOFTCAP, h is not None)
+            g = tl.where(token.to(tl.int64) == target, at_target, g)
             tl.store(out_ptr + entry, g, mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=[
-        "values_ptr",
-        "targets_ptr",
-        "token_ids_ptr",
-        "offsets_ptr",
-        "valid_ptr",
-        "temperatures_ptr",
-        "out_ptr",
-    ],
-)
+@kernel()
 def support_statistics_kernel(
     values_ptr,  # (nnz,) float32
     targets_ptr,  # (N,) int64
@@ -127,9 +111,7 @@ def support_statistics_kernel(
     temperatures_ptr,  # (N,) float32, or None
     out_ptr,  # (4, N) float32: logprobs, entropy, maximum, log_sum
     rows: tl.int32,  # N
-    temperature: tl.float32,
-    logit_scale: tl.float32,
-    softcap: tl.float32,
+    transform,  # temperature, logit_scale, softcap
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -145,16 +127,12 @@ def support_statistics_kernel(
         return
 
     # Load: the row's scalars.
-    outer, inner2, _ = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
-    logprob, entropy, maximum, log_sum = support_row_statistics(
-        values_ptr + first, token_ids_ptr + first, count, tl.load(targets_ptr + row), outer, inner2, SOFTCAP, BLOCK
+    target = tl.load(targets_ptr + row)
+    scaling = scales(row, transform, temperatures_ptr, SOFTCAP)
+    statistics = support_row_statistics(
+        values_ptr + first, token_ids_ptr + first, count, target, scaling, SOFTCAP, BLOCK
     )
-
-    # Store.
-    tl.store(out_ptr, logprob)
-    tl.store(out_ptr + rows.to(tl.int64), entropy)
-    tl.store(out_ptr + 2 * rows.to(tl.int64), maximum)
-    tl.store(out_ptr + 3 * rows.to(tl.int64), log_sum)
+    store_each(out_ptr, rows.to(tl.int64), statistics)
 
 
 def support_statistics(
@@ -178,7 +156,7 @@ def support_statistics(
             transform.temperatures,
             out,
             rows,
-            *numbers(transform),
+            numbers(transform),
             SOFTCAP=transform.softcap != 0,
             BLOCK=BLOCK,
             **OPTIONS,
@@ -186,23 +164,7 @@ def support_statistics(
     return Statistics(*out)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "values_ptr",
-        "out_ptr",
-        "targets_ptr",
-        "token_ids_ptr",
-        "offsets_ptr",
-        "valid_ptr",
-        "temperatures_ptr",
-        "logprobs_ptr",
-        "entropy_ptr",
-        "maximum_ptr",
-        "log_sum_ptr",
-        "c_ptr",
-        "h_ptr",
-    ]
-)
+@kernel()
 def support_gradient_kernel(
     values_ptr,  # (nnz,) float32
     out_ptr,  # (nnz,) float32; may be values_ptr
@@ -217,9 +179,7 @@ def support_gradient_kernel(
     log_sum_ptr,  # (N,) float32
     c_ptr,  # (N,) float32
     h_ptr,  # (N,) float32, or None: no entropy term
-    temperature: tl.float32,
-    logit_scale: tl.float32,
-    softcap: tl.float32,
+    transform,  # temperature, logit_scale, softcap
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -238,24 +198,16 @@ def support_gradient_kernel(
     h = None
     if h_ptr is not None:
         h = tl.load(h_ptr + row)
-    outer, inner2, slope = scales(row, temperature, temperatures_ptr, logit_scale, softcap, SOFTCAP)
-    store_support_gradient(
-        values_ptr,
-        out_ptr,
-        token_ids_ptr + first,
-        count,
-        tl.load(targets_ptr + row),
+    scaling = scales(row, transform, temperatures_ptr, SOFTCAP)
+    statistics = (
         tl.load(logprobs_ptr + row),
         tl.load(entropy_ptr + row),
         tl.load(maximum_ptr + row),
         tl.load(log_sum_ptr + row),
-        tl.load(c_ptr + row),
-        h,
-        outer,
-        inner2,
-        slope,
-        SOFTCAP,
-        BLOCK,
+    )
+    c, target = tl.load(c_ptr + row), tl.load(targets_ptr + row)
+    store_support_gradient(
+        values_ptr, out_ptr, token_ids_ptr + first, count, target, statistics, c, h, scaling, SOFTCAP, BLOCK
     )
 
 
@@ -285,7 +237,7 @@ def support_gradient(
             *statistics,
             c,
             h,
-            *numbers(transform),
+            numbers(transform),
             SOFTCAP=transform.softcap != 0,
             BLOCK=BLOCK,
             **OPTIONS,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fastrl.backend.contract import ByToken, Support
 from fastrl.kernels.configuration import _WARP, check_unit_strides, on_device
+from fastrl.kernels.jit import kernel
 from fastrl.kernels.support_products import chunk, entry_rows, launch_options, vector
 
 GROUP = 32  # positions: few enough for small batches to fill a GPU, enough to pay for a program's start
@@ -36,10 +37,7 @@ EMPTY_ROWS = 16  # of a program that writes zeros
 HEADS_BLOCK = 256
 
 
-@triton.jit(
-    do_not_specialize=["nnz", "segments", "steps"],
-    do_not_specialize_on_alignment=["ids_ptr", "entries_ptr", "rows_ptr", "heads_ptr", "sorted_rows_ptr"],
-)
+@kernel()
 def heads_kernel(
     ids_ptr,  # (nnz,) int32, ascending
     entries_ptr,  # (nnz,) int64; None with sorted_rows_ptr
@@ -82,18 +80,7 @@ def store_sum(out_ptr, value, mask, ADD: tl.constexpr):
     tl.store(out_ptr, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["nnz", "segments", "hidden_size", "stride_source", "stride_out"],
-    do_not_specialize_on_alignment=[
-        "gradient_ptr",
-        "entries_ptr",
-        "source_rows_ptr",
-        "ids_ptr",
-        "heads_ptr",
-        "out_bias_ptr",
-        "bias_partials_ptr",
-    ],
-)
+@kernel(aligned=("source_ptr", "out_ptr", "partials_ptr"))
 def segment_sums_kernel(
     gradient_ptr,  # (nnz,) float32
     entries_ptr,  # (nnz,) int64: the index of each position's gradient; None: the position itself
@@ -206,10 +193,7 @@ def segment_sums_kernel(
         k += STEP
 
 
-@triton.jit(
-    do_not_specialize=["nnz", "slots", "segments", "hidden_size", "stride_out"],
-    do_not_specialize_on_alignment=["ids_ptr", "heads_ptr", "out_bias_ptr", "bias_partials_ptr"],
-)
+@kernel(aligned=("out_ptr", "partials_ptr"))
 def add_pieces_kernel(
     ids_ptr,  # (nnz,) int32, as in `segment_sums_kernel`
     heads_ptr,  # (segments,) int64

@@ -63,7 +63,7 @@ def test_a_fault_is_planted_in_one_place_or_not(
 
 
 def test_tests_of_a_file_are_its_folders_and_those_above() -> None:
-    assert folders_of("csrc/rows.h")[:4] == ("backend", "kernels", "planning", "operators")
+    assert folders_of("csrc/rows.h")[:4] == ("backend", "kernels", "planning", "passes")
     assert folders_of("kernels/entries.py")[:2] == ("kernels", "backend")
     assert folders_of("fastrl/losses/kto.py") == ("losses", "models", "integrations", "training", "bench")
     assert folders_of("benchmarks/scaling.py") == ("bench",)

@@ -27,8 +27,7 @@ constexpr float LOWEST = -3.4028234663852886e38f;
 constexpr float FLOOR = -200.0f;
 constexpr float FIXED = 1099511627776.0f;  // 2^40
 
-// The fields of fastrl.objectives.rows.RowInputs.
-enum Input { ADVANTAGE, POLICY_WEIGHT, OLD, REF, ROLLOUT, KL_WEIGHT, ENTROPY_WEIGHT, ENTROPY_THRESHOLD, INPUTS };
+using formulas::ENTROPY_THRESHOLD, formulas::INPUTS, formulas::OLD, formulas::REF, formulas::ROLLOUT;
 
 // The struct mirrors that of fastrl/backend/cuda/row_forward_gradient.py, field by field.
 struct Arguments {
@@ -37,10 +36,10 @@ struct Arguments {
   const long long* targets;    // (N,), N = A * B
   const unsigned char* mask;   // (N,), or null
   const float* temperatures;   // (N,), or null: use `temperature`
-  const float* inputs[INPUTS];  // (N,), or null, in the order of Input; the threshold is one number
+  const float* inputs[INPUTS];  // (N,), or null, in the order of formulas::Input; the threshold is one number
   float* results;              // (2 + 8, N): logprobs, entropy, the objective's terms
   long long stride_a, stride_b, out_stride_a, out_stride_b;
-  double parameters[9];  // p0..p3, rollout_low, rollout_high, reject_low, reject_high, max_log_ratio
+  double numbers[formulas::NUMBERS];  // of the objective
   int rows, columns_b, vocab;
   float temperature, logit_scale, softcap;
 };
@@ -397,14 +396,13 @@ void row_forward_gradient(const Arguments& arguments, const Objective& objective
     const bool valid = shared.column >= 0;
     const Capped y = capped<SOFTCAP>(shared.target, scales.inner2);
     const Statistics found = finish(folded(top, term.s, term.w), y.value, valid, scales.outer);
-    const auto own = [&](Input input, float otherwise) {
-      return arguments.inputs[input] != nullptr ? shared.inputs[input] : otherwise;
-    };
-    const float *x = shared.inputs, old = own(OLD, found.logprob);
-    const double* p = arguments.parameters;
-    const auto terms = objective(found.logprob, found.entropy, old, own(REF, found.logprob), own(ROLLOUT, old),
-                                 x[ADVANTAGE], x[POLICY_WEIGHT], x[KL_WEIGHT], x[ENTROPY_WEIGHT], x[ENTROPY_THRESHOLD],
-                                 p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8]);
+    double x[INPUTS];
+    for (int i = 0; i < INPUTS; ++i) x[i] = shared.inputs[i];
+    const auto absent = [&](int input) { return arguments.inputs[input] == nullptr; };
+    if (absent(OLD)) x[OLD] = found.logprob;
+    if (absent(REF)) x[REF] = found.logprob;
+    if (absent(ROLLOUT)) x[ROLLOUT] = x[OLD];
+    const auto terms = objective(found.logprob, found.entropy, x, arguments.numbers);
     if (segment == 0) {
       float* results = arguments.results + row;
       const long long rows = arguments.rows;

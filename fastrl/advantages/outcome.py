@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastrl.advantages.groups import centred, check_normalisation, normalised, number_between, rewards_and_groups
 from fastrl.base import checks
-from fastrl.base.responses import INTEGER_DTYPES, discounted_sum, responses_of, same_layout, token_mask
+from fastrl.base.responses import INTEGER_DTYPES, discounted_sum, token_mask
+from fastrl.objectives.batch import responses_of
 
 
 def group_advantages(
@@ -105,7 +106,7 @@ def gae(
         TypeError, ValueError: an argument of the wrong type, shape, device or value.
     """
     checks.tensor("rewards", rewards)
-    same_layout("values", values, "rewards", rewards)
+    checks.same_layout("values", values, rewards, "rewards")
     valid = token_mask(mask, "rewards", rewards)
     number_between("gamma", gamma, 0.0, 1.0)
     responses = responses_of("rewards", rewards, cu_seqlens, mask)
@@ -199,14 +200,14 @@ def value_loss(
         TypeError, ValueError: an argument of the wrong type, shape, device or value.
     """
     checks.tensor("values", values)
-    same_layout("returns", returns, "values", values)
+    checks.same_layout("returns", returns, values, "values")
     valid = token_mask(mask, "values", values)
     if clip is not None:
         checks.number("clip", clip, positive=True)
         if old_values is None:
             raise ValueError("old_values must be a tensor shaped like values beside clip, got None")
     if old_values is not None:
-        same_layout("old_values", old_values, "values", values)
+        checks.same_layout("old_values", old_values, values, "values")
     responses = responses_of("values", values, cu_seqlens, mask)
     total = checks.divisor("denominator", denominator, valid.sum())
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fastrl.base import checks
-from fastrl.base.responses import INTEGER_DTYPES, responses_of, same_layout, token_mask
+from fastrl.base.responses import INTEGER_DTYPES, token_mask
+from fastrl.objectives.batch import responses_of
 from fastrl.objectives.objective import KL_FORMULAS
 
 _REWARD_KINDS = ("k1", "k2", "k3")
@@ -48,7 +49,7 @@ def kl_penalized_rewards(
         TypeError, ValueError: an argument of the wrong type, shape, device or value.
     """
     checks.tensor("logprobs", logprobs)
-    same_layout("ref_logprobs", ref_logprobs, "logprobs", logprobs)
+    checks.same_layout("ref_logprobs", ref_logprobs, logprobs, "logprobs")
     valid = token_mask(mask, "logprobs", logprobs).reshape(-1)
     if kind not in _REWARD_KINDS:
         raise ValueError(f"kind must be one of {', '.join(_REWARD_KINDS)} in a reward, got {kind!r}")

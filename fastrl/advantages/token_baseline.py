@@ -10,7 +10,8 @@ from torch import Tensor
 from fastrl.advantages.groups import centred
 from fastrl.base import checks
 from fastrl.base.groups import group_numbers
-from fastrl.base.responses import discounted_sum, responses_of, same_layout, token_mask
+from fastrl.base.responses import discounted_sum, token_mask
+from fastrl.objectives.batch import responses_of
 
 
 def optimal_token_baseline_advantages(
@@ -55,8 +56,8 @@ def optimal_token_baseline_advantages(
         TypeError, ValueError: an argument of the wrong type, shape or device.
     """
     checks.tensor("rewards", rewards)
-    same_layout("logprobs", logprobs, "rewards", rewards)
-    same_layout("log_sum_sq_probs", log_sum_sq_probs, "rewards", rewards)
+    checks.same_layout("logprobs", logprobs, rewards, "rewards")
+    checks.same_layout("log_sum_sq_probs", log_sum_sq_probs, rewards, "rewards")
     valid = token_mask(mask, "rewards", rewards).reshape(-1)
     if not isinstance(zero_tail, bool):
         raise TypeError(f"zero_tail must be a bool, got {type(zero_tail).__name__}")

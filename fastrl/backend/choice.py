@@ -13,11 +13,6 @@ import torch
 from torch import Tensor
 
 NAMES = ("triton", "cpp", "torch")
-_MODULES = {
-    "triton": "fastrl.backend.triton.backend",
-    "cpp": "fastrl.backend.cpp.backend",
-    "torch": "fastrl.backend.torch.backend",
-}
 _forced = ""
 
 
@@ -92,17 +87,20 @@ def forced() -> str:
     return _forced
 
 
-def kernels(name: str, tensor: Tensor) -> ModuleType:
+def row_functions(name: str, tensor: Tensor) -> ModuleType:
     """The named backend's module; for "", that of the fastest backend for the tensor's device.
 
     See `fastrl.backend.contract` for what it contains. RuntimeError if the named backend cannot take the tensor.
     """
-    device = tensor.device.type
-    if name in ("triton", "cpp"):
-        fits = device == "cpu" if name == "cpp" else device == "cuda" or interpreted()
-        if not fits:
-            raise RuntimeError(f"use_backend({name!r}) cannot take tensors on {tensor.device}")
-    return _module(resolved(name, device))
+    return _chosen(name, tensor.device)
+
+
+@cache
+def _chosen(name: str, device: torch.device) -> ModuleType:
+    beside_gpu = name == "triton" and device.type != "cuda" and not interpreted()
+    if beside_gpu or (name == "cpp" and device.type != "cpu"):
+        raise RuntimeError(f"use_backend({name!r}) cannot take tensors on {device}")
+    return _module(name or _default(device.type))
 
 
 def resolved(name: str, device: str) -> str:
@@ -113,9 +111,8 @@ def resolved(name: str, device: str) -> str:
     return name if name or torch.compiler.is_compiling() else _default(device)
 
 
-@cache
 def _module(name: str) -> ModuleType:
-    return import_module(_MODULES[name])
+    return import_module(f"fastrl.backend.{name}.backend")
 
 
 def fastest(device: str) -> str:

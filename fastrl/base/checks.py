@@ -52,14 +52,18 @@ def in_memory(name: str, value: object) -> Tensor:
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if torch.compiler.is_compiling():  # a stand-in, which the operators' fake implementations accept
         return value
-    reason = _why_not_in_memory(value)
-    if reason is not None:
-        raise TypeError(f"{name} must be a dense tensor with its numbers in memory, got {reason}")
+    dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)
+    try:
+        reachable = dense and lies_in_memory(value)
+    except NotImplementedError:  # under vmap, whose stand-ins the dispatcher unwraps before a kernel gets them
+        reachable = True
+    if not reachable:
+        raise TypeError(f"{name} must be a dense tensor with its numbers in memory, got {_why_not_in_memory(value)}")
     # A lazy sign (the imaginary part of a conjugate) is known to the dispatcher, but not to a kernel.
     return value.resolve_neg() if value.is_neg() else value
 
 
-def _why_not_in_memory(value: Tensor) -> str | None:
+def _why_not_in_memory(value: Tensor) -> str:
     kind = type(value).__name__
     if value.is_nested:
         return f"a nested tensor ({kind}): pack it with cu_seqlens, or pad it and pass a mask"
@@ -69,11 +73,6 @@ def _why_not_in_memory(value: Tensor) -> str | None:
         return f"quantised {value.dtype}: .dequantize() makes it one"
     if value.is_meta:
         return "a meta tensor, which has a shape alone"
-    try:
-        if lies_in_memory(value):
-            return None
-    except NotImplementedError:  # under vmap, whose stand-ins the dispatcher unwraps before a kernel gets them
-        return None
     if kind == "DTensor":
         return (
             "a DTensor, of which each rank holds a part: as weight and bias pass the head's parameters inside its"
@@ -84,7 +83,7 @@ def _why_not_in_memory(value: Tensor) -> str | None:
         return "a FakeTensor, which has a shape alone"
     if kind == "AsyncCollectiveTensor":
         return "an AsyncCollectiveTensor: .wait() gives the tensor"
-    if _dispatches(value):
+    if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"{kind}, a subclass around other tensors: pass the tensor that it wraps"
     return "one whose memory was freed (FSDP frees what it reshards: pass it inside its module's forward)"
 
@@ -94,7 +93,8 @@ def lies_in_memory(value: Tensor) -> bool:
 
     An empty tensor needs none, but if its class runs its operators itself, others stand behind it.
     """
-    storage, reach, dispatches = value.untyped_storage(), value.numel(), _dispatches(value)
+    storage, reach = value.untyped_storage(), value.numel()
+    dispatches = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__  # its class runs its operators itself
     if dispatches and storage.device.type == "meta":  # a fake tensor: torch warns of a look at its address
         return False
     if not reach:
@@ -109,11 +109,6 @@ def lies_in_memory(value: Tensor) -> bool:
         return False
 
 
-def _dispatches(value: Tensor) -> bool:
-    """Whether the tensor's class runs its operators itself, as those do that stand for other tensors."""
-    return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
 def once_differentiable(name: str, value: Tensor) -> None:
     """Raise RuntimeError if the tensor has a forward-mode tangent, which the kernels would drop."""
     if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
@@ -125,16 +120,23 @@ def once_differentiable(name: str, value: Tensor) -> None:
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
     """Return the value if it is a tensor in memory of one of the dtypes (None: any floating-point dtype)."""
-    return of_dtype(name, in_memory(name, value), dtypes)
+    value = in_memory(name, value)
+    if dtypes is None:
+        if not value.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    elif value.dtype not in dtypes:
+        raise TypeError(f"{name} must be one of {', '.join(str(d) for d in dtypes)}, got {value.dtype}")
+    return value
 
 
-def of_dtype(name: str, value: Tensor, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
-    """Return the tensor if its dtype is one of these (None: any floating-point dtype)."""
-    if dtypes is None and not value.is_floating_point():
-        raise TypeError(f"{name} must be floating point, got {value.dtype}")
-    if dtypes is not None and value.dtype not in dtypes:
-        expected = ", ".join(str(d) for d in dtypes)
-        raise TypeError(f"{name} must be one of {expected}, got {value.dtype}")
+def same_layout(
+    name: str, value: object, like: Tensor, like_name: str, dtypes: Sequence[torch.dtype] | None = None
+) -> Tensor:
+    """`tensor`, which also has the shape and the device of `like`, which errors call `like_name`."""
+    value = tensor(name, value, dtypes)
+    if value.shape != like.shape or value.device != like.device:
+        shape(name, value, like.shape, f"the shape of {like_name}")
+        same_device(name, value, like, like_name)
     return value
 
 

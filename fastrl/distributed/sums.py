@@ -27,14 +27,10 @@ def add_parts(total: Tensor, group: ProcessGroup) -> None:
     start_add_parts(total, group)()
 
 
-def start_add_parts(total: Tensor, group: ProcessGroup) -> Callable[[], None]:
+def start_add_parts(total: Tensor, group: ProcessGroup) -> Callable[[], Any]:
     """Starts `add_parts`; the call of what it returns waits for the sum, on a GPU without stopping the host."""
-    work = dist.all_reduce(total, group=group, async_op=True)
-
-    def finish() -> None:
-        work.wait()
-
-    return finish
+    wait: Callable[[], Any] = dist.all_reduce(total, group=group, async_op=True).wait
+    return wait
 
 
 def whole_sum(x: Tensor, largest: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import fastrl
 from fastrl import Preference, kto_loss, linear_cross_entropy, linear_preference_loss, linear_token_logprobs
 from fastrl.base import checks
 from fastrl.integrations.liger_head import head, scored
-from fastrl.losses.response_sums import wide
+from fastrl.losses.whole_responses import wide
 from fastrl.objectives.preference_formulas import log_odds
 from fastrl.planning.budget import parse_budget
 

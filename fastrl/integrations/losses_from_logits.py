@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastrl import logits_policy_loss, policy_loss, token_logprobs
 from fastrl.objectives.batch import make_batch
-from fastrl.objectives.evaluate import check_requirements, objective_loss, settings_of
+from fastrl.objectives.evaluate import objective_loss, settings_of
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.rows import TERMS
 
@@ -57,7 +57,7 @@ def token_losses(
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
     optional: dict[str, Any] = dict.fromkeys(_OPTIONAL) | inputs
     batch = make_batch(logprobs, "logprobs", advantages=advantages, dtype=dtype, **optional)
-    check_requirements(settings_of(objective), batch, entropy is not None)
+    batch.check_requirements(settings_of(objective), entropy is not None)
     terms, _ = objective_loss(
         objective,
         batch,

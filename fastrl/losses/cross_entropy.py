@@ -10,7 +10,7 @@ from torch import Tensor
 from fastrl.base import checks
 from fastrl.losses.logprobs import linear_token_logprobs
 from fastrl.losses.policy import linear_policy_loss
-from fastrl.losses.spread import TensorParallel
+from fastrl.losses.request import TensorParallel
 from fastrl.objectives.presets import REINFORCE
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -75,31 +75,13 @@ def linear_cross_entropy(
         if targets.dim() == 0 and reduction != "none" and isinstance(hidden, Tensor):  # a policy loss sums over tokens
             hidden, targets = hidden[None], targets[None]
             temperature = temperature[None] if isinstance(temperature, Tensor) else temperature
-        mask = targets != ignore_index
-        head: dict[str, Any] = {
-            "bias": bias,
-            "mask": mask,
-            "temperature": temperature,
-            "logit_scale": logit_scale,
-            "softcap": softcap,
-            "logits_dtype": logits_dtype,
-            "memory_budget": memory_budget,
-            "tp_group": tp_group,
-            "vocab_start": vocab_start,
-            "vocab_size": vocab_size,
-            "reduce_hidden_grad": reduce_hidden_grad,
-        }
+        options: dict[str, Any] = {"bias": bias, "mask": targets != ignore_index, "logits_dtype": logits_dtype}
+        options |= {"temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
+        options |= {"memory_budget": memory_budget, "tp_group": tp_group, "vocab_start": vocab_start}
+        options |= {"vocab_size": vocab_size, "reduce_hidden_grad": reduce_hidden_grad}
         if reduction == "none":
-            return -linear_token_logprobs(hidden, weight, targets, **head).logprobs
+            return -linear_token_logprobs(hidden, weight, targets, **options).logprobs
+        options |= {"num_tokens": num_tokens, "denominator": 1.0 if reduction == "sum" else denominator}
         advantages = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
-        loss = linear_policy_loss(
-            hidden,
-            weight,
-            targets,
-            objective=REINFORCE(),
-            advantages=advantages,
-            num_tokens=num_tokens,
-            denominator=1.0 if reduction == "sum" else denominator,
-            **head,
-        )
+        loss = linear_policy_loss(hidden, weight, targets, objective=REINFORCE(), advantages=advantages, **options)
         return loss.loss

@@ -7,19 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import forced, resolved
+from fastrl.backend.choice import forced
 from fastrl.backend.contract import Divergence
 from fastrl.base import checks
-from fastrl.linear.divergence import divergence_forward_gradient, divergence_statistics, teacher_sizes, weighted_sum
-from fastrl.linear.head import Head
-from fastrl.linear.statistics import counted
-from fastrl.losses.arguments import checked_transform, head_arguments
-from fastrl.losses.call import checked_count, counted_rows, marked, needed_gradients
-from fastrl.losses.spread import TensorParallel
-from fastrl.objectives.dependence import TOKEN
+from fastrl.losses.request import TensorParallel, checked_transform, head_arguments, linear_request, planned
+from fastrl.objectives.row_local import TOKEN
+from fastrl.passes.head import Head, counted
+from fastrl.passes.pairs import divergence_forward_gradient, divergence_statistics, weighted_sum
 from fastrl.planning import plans
-from fastrl.planning.budget import parse_budget
-from fastrl.planning.plans import Call
+from fastrl.planning.tiling import Teacher
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 _ROWS = "hidden.shape[:-1]"
@@ -121,63 +117,39 @@ def linear_divergence(
         TypeError, ValueError: a wrong argument, which is named: different numbers of rows or vocabulary entries, a
             teacher_hidden that requires a gradient, a budget too small for any plan (with the smallest that works).
     """
-    tp = TensorParallel(vocab_size=vocab_size)
-    tp.check()
     divergence = checked_divergence(kind, beta)
-    hidden, head, copied = head_arguments(hidden, weight, bias)
-    head = marked(head, "weight", tp)
-    teacher, teacher_copied = _teacher(teacher_hidden, teacher_weight, teacher_bias, hidden, head, tp)
+    tp = TensorParallel(vocab_size=vocab_size)
+    of_logits = (temperature, logit_scale, softcap)
+    options = (of_logits, None, logits_dtype, memory_budget, tp, num_tokens, _ROWS)
+    request = linear_request(hidden, weight, bias, None, mask, *options)
     like = hidden[..., 0]
-    checked = checks.mask(mask, like, _ROWS)
-    transform = checked_transform(temperature, logit_scale, softcap, like, checked, _ROWS)
-    cap = softcap if teacher_softcap is None else None if teacher_softcap == 0 else teacher_softcap
+    head, valid = request.head, request.mask
+    teacher, teacher_copied = _teacher(teacher_hidden, teacher_weight, teacher_bias, hidden, head, tp)
     teacher_transform = checked_transform(
         temperature if teacher_temperature is None else teacher_temperature,
         logit_scale if teacher_logit_scale is None else teacher_logit_scale,
-        cap,
+        softcap if teacher_softcap is None else teacher_softcap or None,
         like,
-        checked,
+        None if valid is None else valid.view(like.shape),
         _ROWS,
         "teacher_",
     )
-    budget = parse_budget(memory_budget)
-    wide, teacher_wide = (checks.float32_logits(logits_dtype, x.weight.dtype) for x in (head, teacher))
-    flat = None if checked is None else checked.reshape(-1).contiguous()
-    count = checked_count(num_tokens, flat, like.numel())
-    c = checks.nan_where_wrong(_weights(token_weights, denominator, like, flat, count), mask)
+    teacher_wide = checks.float32_logits(logits_dtype, teacher.weight.dtype)
+    c = checks.nan_where_wrong(_weights(token_weights, denominator, like, valid, request.num_tokens), mask)
 
-    needs = needed_gradients(head)
-    device = head.weight.device
-    waits = flat is not None and count < 0
-    if flat is not None and waits and not torch.compiler.is_compiling():
-        rows, active = counted(flat, c != 0)
-    else:
-        rows, active = counted_rows(flat, like.numel(), count), -1
-    call = Call(
-        rows=like.numel() if rows < 0 else rows,
-        hidden=head.weight.shape[1],
-        vocab=head.entries,
-        dtype=head.weight.dtype,
-        device=device.type,
-        needs=needs,
-        scope=TOKEN,
-        all_rows=like.numel(),
-        copied=copied + teacher_copied,
-        padding=head.weight.shape[0] - head.entries,
-        backend=resolved(forced(), device.type),
-        index=device.index,
-        teacher=teacher_sizes(teacher, teacher_wide),
-        float32_logits=wide,
-    )
-    plan = plans.choose(call, budget)
-    arguments = (head, teacher, flat, transform, teacher_transform, divergence)
-    with plans.run(call, plan):
+    rows = active = -1
+    if valid is not None and request.waits and not torch.compiler.is_compiling():
+        rows, active = counted(valid, c != 0)
+    request = request._replace(copied=request.copied + teacher_copied)
+    sizes = Teacher(teacher.hidden.shape[1], teacher.hidden.element_size(), teacher_wide)
+    request, plan = planned(request, TOKEN, rows=rows, teacher=sizes)
+    arguments = (head, teacher, valid, request.transform, teacher_transform, divergence)
+    with plans.run(plan):
         if plan.name == "forward-gradient":
-            loss, per_row, *_ = divergence_forward_gradient(
-                *arguments, c, needs, teacher_wide, forced(), rows, active, plan.pass_budget, plan.one_chunk
-            )
+            run = (c, forced(), request.num_rows, active, plan)
+            loss, per_row, *_ = divergence_forward_gradient(*arguments, *run)
         else:
-            stats = divergence_statistics(*arguments, teacher_wide, forced(), rows, waits, plan.name, plan.pass_budget)
+            stats = divergence_statistics(*arguments, forced(), request.num_rows, request.waits, plan)
             loss, per_row = weighted_sum(stats.divergence, c), stats.divergence
     return DivergenceLoss(loss, per_row.detach().view(like.shape))
 
@@ -191,16 +163,16 @@ def _teacher(
             "teacher_hidden must not require a gradient, which this loss does not form: run the teacher under"
             " torch.no_grad(), or pass teacher_hidden.detach()"
         )
-    states, teacher, copied = head_arguments(teacher_hidden, teacher_weight, teacher_bias, prefix="teacher_")
+    states, teacher, copied = head_arguments(teacher_hidden, teacher_weight, teacher_bias, tp, "teacher_")
     checks.same_device("teacher_hidden", states, hidden, "hidden")
     checks.shape("teacher_hidden", states, (*hidden.shape[:-1], states.shape[-1]), "the rows of hidden")
-    teacher = marked(teacher, "teacher_weight", tp).unpadded()
+    teacher = teacher.unpadded()
     if teacher.entries != head.entries:
         raise ValueError(
             f"teacher_weight must have weight's vocabulary, {head.entries} entries, got {teacher.entries}"
             " (vocab_size= leaves out the padding of both)"
         )
-    return Head.of(None if x is None else x.detach() for x in teacher.tensors), copied
+    return Head.of(None if x is None else x.detach() for x in teacher[:3]), copied
 
 
 def _weights(token_weights: object, denominator: object, like: Tensor, mask: Tensor | None, num_tokens: int) -> Tensor:

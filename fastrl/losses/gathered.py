@@ -8,25 +8,30 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import forced
-from fastrl.backend.contract import Entries, Support
+from fastrl.backend.contract import Entries
 from fastrl.base import checks
-from fastrl.distributed.shards import VocabularyShard
-from fastrl.linear.gathered import ShardedGather, linear_gathered, sharded_gathered
-from fastrl.losses.arguments import checked_logits, consumes, vocabulary_arguments
-from fastrl.losses.call import linear_call, over_tp_group, planned
-from fastrl.losses.spread import TensorParallel, agreed_logits, checksum
-from fastrl.losses.supports import Supports, local_supports, split_support, unit_strides
-from fastrl.objectives.dependence import ANY
-from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.entries import NOT_IN_SET, NOTHING, support_places
-from fastrl.operators.gathered import RowsSupport, gathered_rows, sharded_gathered_rows
-from fastrl.operators.rows import as_rows
+from fastrl.losses.request import (
+    TensorParallel,
+    checked_logits,
+    forms_gradient,
+    linear_request,
+    planned,
+    rows_of,
+    vocabulary_arguments,
+)
+from fastrl.losses.spread import agreed_logits, checksum, over_tp_group
+from fastrl.losses.supports import split_support, unit_strides
+from fastrl.objectives.row_local import ANY
+from fastrl.passes.entries import NOT_IN_SET, NOTHING, support_places
+from fastrl.passes.gathered import gathered_rows, linear_gathered, sharded_gathered, sharded_gathered_rows
+from fastrl.passes.logits import as_rows
+from fastrl.passes.supports import of_shard
 from fastrl.planning import plans
 from fastrl.sampling_mask.csr import INT32_MAX
 from fastrl.sampling_mask.mask import SamplingMask
 
 
-class Asked(NamedTuple):
+class RequestedEntries(NamedTuple):
     """The entries that a call asks for, and how its result is formed from their log-probabilities (nnz,)."""
 
     entries: Entries
@@ -44,15 +49,15 @@ class Asked(NamedTuple):
 
     def described(self, mask: Tensor | None, tp: TensorParallel) -> str:
         """What the ranks of a group compare; "" without a group."""
-        ids = self.entries.token_ids
         if tp.group is None:
             return ""
+        ids = self.entries.token_ids
         if mask is not None:
             ids = ids.where(mask[self.entries.rows()], NOTHING)
         return f"shape {tuple(self.shape)}{checksum(ids, self.entries.offsets)}"
 
 
-def asked(ids: object, like: Tensor, like_name: str, differentiable: bool) -> Asked:
+def requested_entries(ids: object, like: Tensor, like_name: str, differentiable: bool) -> RequestedEntries:
     """Checks the ids against logits or hidden states (..., width) and flattens them.
 
     With `differentiable`, equal ids of a row share an entry, whose gradient is then their sum; finding them is a sort.
@@ -63,7 +68,7 @@ def asked(ids: object, like: Tensor, like_name: str, differentiable: bool) -> As
             raise ValueError(f"ids must have one row per row of {like_name}, {count}, got {len(ids)}")
         checks.same_device("ids", ids.token_ids, like, like_name)
         idle = ids.lengths == 0 if ids.unrecorded else None
-        return Asked(Entries(ids.token_ids, ids.offsets), None, ids.token_ids.shape, idle)
+        return RequestedEntries(Entries(ids.token_ids, ids.offsets), None, ids.token_ids.shape, idle)
     given = checks.tensor("ids", ids, (torch.int64,))
     if given.dim() < 1 or given.shape[:-1] != leading:
         raise ValueError(
@@ -84,7 +89,7 @@ def asked(ids: object, like: Tensor, like_name: str, differentiable: bool) -> As
         idle = flat[:, 0] == NOTHING  # the first of the ids that a row repeats is still there
         idle = idle & (flat == NOTHING).all(-1) if bool(idle.any()) else None
     offsets = torch.arange(count + 1, device=like.device) * k
-    return Asked(Entries(token_ids, offsets), places, given.shape, idle)
+    return RequestedEntries(Entries(token_ids, offsets), places, given.shape, idle)
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -97,12 +102,12 @@ def _distinct(ids: Tensor) -> tuple[Tensor, Tensor | None]:
     same = values[:, 1:] == values[:, :-1]
     if checks.values_are_checked(ids) and not bool((same & (values[:, 1:] != NOTHING)).any()):
         return ids, None
-    own = torch.arange(k, device=ids.device)
-    starts = own.expand(n, k).clone()
+    columns = torch.arange(k, device=ids.device)
+    starts = columns.expand(n, k).clone()
     starts[:, 1:] *= ~same
     firsts = torch.empty_like(order).scatter_(-1, order, order.gather(-1, starts.cummax(-1).values))
     rows = torch.arange(n, device=ids.device)[:, None] * k
-    return ids.where(firsts == own, NOTHING), (firsts + rows).view(-1)
+    return ids.where(firsts == columns, NOTHING), (firsts + rows).view(-1)
 
 
 def within_set(entries: Entries, mask: object, sampling_mask: SamplingMask | None, vocab: int) -> Entries:
@@ -118,13 +123,9 @@ def within_set(entries: Entries, mask: object, sampling_mask: SamplingMask | Non
         return entries
     ids = entries.token_ids
     recorded = (sampling_mask.lengths > 0)[entries.rows()]
-    missing = recorded & (support_places(entries, sampling_mask.token_ids, sampling_mask.offsets) < 0)
+    of_set = Entries(sampling_mask.token_ids, sampling_mask.offsets)
+    missing = recorded & (support_places(entries, 0, of_set) < 0)
     return entries._replace(token_ids=ids.masked_fill(missing & (ids >= 0) & (ids < vocab), NOT_IN_SET))
-
-
-def rows_of(like: Tensor) -> Tensor:
-    """Targets (...) that nothing reads, for the checks that all functions share; no memory of their size."""
-    return torch.zeros((), dtype=torch.int64, device=like.device).expand(like.shape[:-1])
 
 
 def gathered_logprobs(
@@ -180,27 +181,22 @@ def gathered_logprobs(
         tp.check()
         tokens = rows_of(checks.tensor("logits", logits, checks.LOGIT_DTYPES))
         logits, tokens = checked_logits(logits, tokens, inplace, may_be_empty=tp.group is not None)
-        wanted = asked(ids, logits, "logits", torch.is_grad_enabled() and logits.requires_grad)
-        args = vocabulary_arguments(
-            tokens, mask, temperature, logit_scale, softcap, "logits without the last dimension"
-        )
-        consume = consumes(logits, inplace)
+        requested = requested_entries(ids, logits, "logits", torch.is_grad_enabled() and logits.requires_grad)
+        like_name = "logits without the last dimension"
+        arguments = vocabulary_arguments(tokens, mask, temperature, logit_scale, softcap, like_name)
+        consume = inplace and forms_gradient(logits)
         rows = as_rows(logits, consume)
-        same = {"inplace": inplace, "ids": wanted.described(args.mask, tp)}
-        shard = agreed_logits(tp, rows, args, tokens.shape, sampling_mask, same)
+        same = {"inplace": inplace, "ids": requested.described(arguments.mask, tp)}
+        shard = agreed_logits(tp, rows, arguments, tokens.shape, sampling_mask, same)
         vocab = tp.counted("logits", logits.shape[-1], shard)
-    args = args._replace(mask=wanted.valid(args.mask))
-    entries = within_set(wanted.entries, mask, sampling_mask, vocab)
-    supports = split_support(sampling_mask, args, vocab)
-    (_, valid, transform), (dense, support, wide) = args, _parts(supports, shard)
+    valid, transform = requested.valid(arguments.mask), arguments.transform
+    entries = within_set(requested.entries, mask, sampling_mask, vocab)
+    supports = split_support(sampling_mask, arguments.targets, valid, vocab)
     if shard is None:
-        found = gathered_rows(
-            rows, entries, valid, transform, dense, support, wide, vocab, backend=forced(), consume=consume
-        ).logprobs
-    else:
-        over = RowsSupport.of(dense, support, wide)
-        found = sharded_gathered_rows(rows, entries, valid, transform, over, shard, forced(), consume)
-    return wanted.result(found)
+        results = gathered_rows(rows, entries, valid, transform, supports, vocab, forced(), consume)
+        return requested.result(results.logprobs)
+    own = None if supports is None else of_shard(supports, shard)
+    return requested.result(sharded_gathered_rows(rows, entries, valid, transform, own, forced(), consume, shard))
 
 
 def linear_gathered_logprobs(
@@ -256,48 +252,22 @@ def linear_gathered_logprobs(
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     with tp.reporting():
         tokens = rows_of(checks.tensor("hidden", hidden))
-        call = linear_call(
-            hidden,
-            weight,
-            tokens,
-            bias=bias,
-            mask=mask,
-            temperature=temperature,
-            sampling_mask=sampling_mask,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            logits_dtype=logits_dtype,
-            memory_budget=memory_budget,
-            tp=tp,
-            like_name="hidden without the last dimension",
-        )
-        wanted = asked(ids, hidden, "hidden", any(call.needs))
-        if call.needs.hidden and not (call.needs.weight or call.needs.bias):  # the backward gathers the head's rows
-            head, copied = unit_strides(call.head)
-            call = call._replace(head=head, copied=call.copied + copied)
-        call = over_tp_group(call, tp, tokens.shape, ids=wanted.described(call.args.mask, tp))
-    call = call._replace(args=call.args._replace(mask=wanted.valid(call.args.mask)))
-    by_plan = planned(call, ANY, gathered=wanted.entries.token_ids.shape[0])
-    entries = within_set(wanted.entries, mask, call.sampling_mask, call.vocab)
-    (_, valid, transform), (dense, support, wide) = call.args, _parts(by_plan.supports, call.shard)
-    backend, rows, plan, budget = forced(), by_plan.rows, by_plan.plan.name, by_plan.plan.pass_budget
-    with plans.run(by_plan.inputs, by_plan.plan):
-        if call.shard is None:
-            found = linear_gathered(
-                call.head, entries, valid, transform, dense, support, wide, backend, rows, plan, budget
-            ).logprobs
-        else:
-            over = RowsSupport.of(dense, support, wide)
-            spread = ShardedGather(entries, valid, transform, over, backend, rows, plan, budget, call.shard)
-            found = sharded_gathered(call.head, spread)
-    return wanted.result(found)
-
-
-def _parts(
-    supports: Supports | None, shard: VocabularyShard | None
-) -> tuple[Tensor | None, Support | None, DenseSupport | None]:
-    """The dense rows, the support and the wide one, of which over a group this rank has a part."""
-    if supports is None:
-        return None, None, None
-    own = supports if shard is None else local_supports(supports, shard)
-    return own.dense, own.support, own.dense_support
+        of_logits, like_name = (temperature, logit_scale, softcap), "hidden without the last dimension"
+        options = (of_logits, sampling_mask, logits_dtype, memory_budget, tp)
+        request = linear_request(hidden, weight, bias, tokens, mask, *options, like_name=like_name)
+        needs = request.needs
+        requested = requested_entries(ids, hidden, "hidden", any(needs))
+        if needs.hidden and not (needs.weight or needs.bias):  # the backward gathers the head's rows
+            head, copied = unit_strides(request.head)
+            request = request._replace(head=head, copied=request.copied + copied)
+        request = over_tp_group(request, tp, tokens.shape, ids=requested.described(request.mask, tp))
+    request = request._replace(mask=requested.valid(request.mask))
+    request, plan = planned(request, ANY, gathered=requested.entries.token_ids.shape[0])
+    entries = within_set(requested.entries, mask, request.sampling_mask, request.vocab)
+    (head, _, valid, transform, *_), supports, shard = request, request.supports, request.shard
+    run = (forced(), request.num_rows, plan)
+    with plans.run(plan):
+        if shard is None:
+            return requested.result(linear_gathered(head, entries, valid, transform, supports, *run).logprobs)
+        own = None if supports is None else of_shard(supports, shard)
+        return requested.result(sharded_gathered(head, entries, valid, transform, own, *run, shard))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl.base import checks
-from fastrl.losses.response_sums import CheckedResponses, wide
-from fastrl.losses.spread import TensorParallel
-from fastrl.losses.whole_responses import loss_of_units
+from fastrl.losses.request import TensorParallel
+from fastrl.losses.whole_responses import CheckedResponses, loss_of_units, wide
 from fastrl.objectives.preference_formulas import shortfall
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -71,12 +71,10 @@ def kto_loss(
     logprobs = checks.tensor("logprobs", logprobs)
     if logprobs.ndim != 1:
         raise ValueError(f"logprobs must have shape (responses,), got {tuple(logprobs.shape)}")
-    ref = checks.tensor("ref_logprobs", ref_logprobs)
-    checks.shape("ref_logprobs", ref, logprobs.shape, "the shape of logprobs")
-    checks.same_device("ref_logprobs", ref, logprobs, "logprobs")
-    numbers = _Numbers.of(desirable, kl, beta, desirable_weight, undesirable_weight, logprobs, "logprobs")
-    ref = checks.nan_where_wrong(ref, desirable)
-    return _of_responses(numbers, logprobs, ref, checks.divisor("denominator", denominator, logprobs.shape[0]))
+    ref = checks.same_layout("ref_logprobs", ref_logprobs, logprobs, "logprobs")
+    numbers = (kl, beta, desirable_weight, undesirable_weight)
+    divisor = checks.divisor("denominator", denominator, logprobs.shape[0])
+    return _loss(desirable, numbers, ref, divisor, "logprobs")(logprobs)
 
 
 def linear_kto_loss(
@@ -143,64 +141,50 @@ def linear_kto_loss(
     Raises:
         TypeError, ValueError, IndexError: as `kto_loss` and `linear_token_logprobs`.
     """
-    with TensorParallel.of(tp_group).reporting():
+    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
+    with tp.reporting():
         tokens = CheckedResponses.of(targets, mask, cu_seqlens)
         ref = tokens.per_response("ref_logprobs", ref_logprobs)
-        numbers = _Numbers.of(desirable, kl, beta, desirable_weight, undesirable_weight, ref, "ref_logprobs")
-        ref = checks.nan_where_wrong(ref, desirable)
-        count = checks.divisor("denominator", denominator, tokens.responses.count)
-        return loss_of_units(
-            hidden,
-            weight,
-            tokens.targets,
-            tokens.mask,
-            tokens.responses.owners(tokens.targets.device),
-            tokens.responses.count,
-            lambda logprobs: _of_responses(numbers, tokens.sums(logprobs), ref, count),
-            bias=bias,
-            temperature=temperature,
-            sampling_mask=sampling_mask,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            logits_dtype=logits_dtype,
-            memory_budget=memory_budget,
-            tp_group=tp_group,
-            vocab_start=vocab_start,
-            vocab_size=vocab_size,
-            reduce_hidden_grad=reduce_hidden_grad,
-        )
+        count = tokens.responses.count
+        numbers = (kl, beta, desirable_weight, undesirable_weight)
+        loss = _loss(desirable, numbers, ref, checks.divisor("denominator", denominator, count), "ref_logprobs")
+        options = ((temperature, logit_scale, softcap), sampling_mask, logits_dtype, memory_budget, tp)
+        units = tokens.responses.owners(tokens.targets.device)
+        head, of_sums = (hidden, weight, bias), lambda logprobs: loss(tokens.sums(logprobs))
+        return loss_of_units(head, tokens.targets, tokens.mask, options, units, count, of_sums)
 
 
-class _Numbers(NamedTuple):
-    """The checked arguments that say how a response's log-ratio is judged."""
+def _loss(
+    desirable: object,
+    numbers: tuple[object, object, object, object],
+    ref: Tensor,
+    denominator: float | Tensor,
+    like_name: str,
+) -> Callable[[Tensor], KTOLoss]:
+    """The loss of sums (B,), by its other arguments, which are checked here against `ref`; errors call it `like_name`.
 
-    desirable: Tensor
-    kl: Tensor
-    beta: float
-    desirable_weight: float
-    undesirable_weight: float
+    numbers: kl, beta, desirable_weight and undesirable_weight.
+    """
+    is_desirable = checks.mask(desirable, ref, like_name, name="desirable")
+    if is_desirable is None:
+        raise TypeError("desirable must be a bool or 0/1 tensor, got NoneType")
+    z = _estimate(numbers[0], ref, like_name)
+    names = ("beta", "desirable_weight", "undesirable_weight")
+    beta, desirable_weight, undesirable_weight = (
+        checks.number(name, x, positive=True) for name, x in zip(names, numbers[1:], strict=True)
+    )
+    ref = wide(checks.nan_where_wrong(ref.detach(), desirable))
 
-    @classmethod
-    def of(
-        cls,
-        desirable: object,
-        kl: object,
-        beta: object,
-        desirable_weight: object,
-        undesirable_weight: object,
-        like: Tensor,
-        like_name: str,
-    ) -> _Numbers:
-        labels = checks.mask(desirable, like, like_name, name="desirable")
-        if labels is None:
-            raise TypeError("desirable must be a bool or 0/1 tensor, got NoneType")
-        return cls(
-            labels,
-            _estimate(kl, like, like_name),
-            checks.number("beta", beta, positive=True),
-            checks.number("desirable_weight", desirable_weight, positive=True),
-            checks.number("undesirable_weight", undesirable_weight, positive=True),
-        )
+    def loss(logprobs: Tensor) -> KTOLoss:
+        dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
+        log_ratios = wide(logprobs) - ref
+        shifted = beta * (log_ratios - z)
+        weights = torch.full_like(shifted, undesirable_weight).masked_fill(is_desirable, desirable_weight)
+        losses = weights * shortfall(torch.where(is_desirable, shifted, -shifted))
+        mean, rewards = losses.sum() / denominator, beta * log_ratios.detach()
+        return KTOLoss(*(x.to(dtype) for x in (mean, rewards, losses.detach(), z, logprobs.detach())))
+
+    return loss
 
 
 def _estimate(kl: object, like: Tensor, like_name: str) -> Tensor:
@@ -213,20 +197,3 @@ def _estimate(kl: object, like: Tensor, like_name: str) -> Tensor:
         raise ValueError(f"kl must be 0-dim, or have shape (mismatched responses,), got {tuple(kl.shape)}")
     found = wide(kl.detach())
     return found if kl.ndim == 0 else (found.sum() / max(len(found), 1)).clamp_min(0)
-
-
-def _of_responses(numbers: _Numbers, logprobs: Tensor, ref: Tensor, denominator: float | Tensor) -> KTOLoss:
-    """The loss of checked sums (B,)."""
-    desirable, kl, beta, desirable_weight, undesirable_weight = numbers
-    dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
-    log_ratios = wide(logprobs) - wide(ref.detach())
-    shifted = beta * (log_ratios - kl)
-    weights = torch.full_like(shifted, undesirable_weight).masked_fill(desirable, desirable_weight)
-    losses = weights * shortfall(torch.where(desirable, shifted, -shifted))
-    return KTOLoss(
-        (losses.sum() / denominator).to(dtype),
-        (beta * log_ratios.detach()).to(dtype),
-        losses.detach().to(dtype),
-        kl.to(dtype),
-        logprobs.detach().to(dtype),
-    )

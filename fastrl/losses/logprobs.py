@@ -10,13 +10,23 @@ from torch import Tensor
 from fastrl.backend.choice import forced
 from fastrl.base import checks
 from fastrl.distributed.shards import VocabularyShard
-from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, vocabulary_arguments
-from fastrl.losses.call import linear_call, over_tp_group, planned
-from fastrl.losses.extras import checked_extras, extras_ahead, extras_of
-from fastrl.losses.spread import TensorParallel, agreed_logits
-from fastrl.losses.supports import Supports, logits_over_support, sharded_stats, split_support
-from fastrl.objectives.dependence import ANY
-from fastrl.operators.rows import as_rows, row_statistics
+from fastrl.losses.extras import checked_extras, extra_passes, extras_of
+from fastrl.losses.request import (
+    TensorParallel,
+    VocabularyArguments,
+    checked_logits,
+    forms_gradient,
+    linear_request,
+    planned,
+    statistics,
+    vocabulary_arguments,
+)
+from fastrl.losses.spread import agreed_logits, over_tp_group
+from fastrl.losses.supports import split_support
+from fastrl.objectives.row_local import ANY
+from fastrl.passes.logits import as_rows, row_statistics
+from fastrl.passes.shards import sharded_row_statistics
+from fastrl.passes.supports import Supports, check_targets, of_shard, outside
 from fastrl.planning import plans
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -98,13 +108,13 @@ def token_logprobs(
     with tp.reporting():
         tp.check()
         logits, targets = checked_logits(logits, targets, inplace, may_be_empty=tp.group is not None)
-        args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-        consume = consumes(logits, inplace)
+        arguments = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
+        consume = inplace and forms_gradient(logits)
         rows = as_rows(logits, consume)
-        shard = agreed_logits(tp, rows, args, targets.shape, sampling_mask, {"inplace": inplace})
+        shard = agreed_logits(tp, rows, arguments, targets.shape, sampling_mask, {"inplace": inplace})
         vocab = tp.counted("logits", logits.shape[-1], shard)
-    supports = split_support(sampling_mask, args, vocab)
-    logprobs, entropies = logits_stats(rows, args, supports, vocab, forced(), consume, shard)
+    supports = split_support(sampling_mask, arguments.targets, arguments.mask, vocab)
+    logprobs, entropies = logits_stats(rows, arguments, supports, vocab, forced(), consume, shard)
     return TokenStats(
         logprobs.view(targets.shape), checks.nan_where_wrong(entropies.view(targets.shape), mask) if entropy else None
     )
@@ -112,7 +122,7 @@ def token_logprobs(
 
 def logits_stats(
     rows: Tensor,
-    args: VocabularyArguments,
+    arguments: VocabularyArguments,
     supports: Supports | None,
     vocab: int,
     backend: str,
@@ -121,14 +131,19 @@ def logits_stats(
 ) -> tuple[Tensor, Tensor]:
     """Differentiable log-probabilities and entropies (N,) from logits (A, B, V), of which a shard is a rank's part.
 
-    `vocab` is the size of the whole vocabulary, of which `supports` are; columns beyond it are padding.
+    `vocab` is the size of the whole vocabulary, of which `supports` are; columns beyond it are padding. Targets are
+    checked for it, so that all ranks raise or none.
     """
-    if shard is not None:
-        return sharded_stats(rows, args, supports, backend, consume, shard)
-    if supports is not None:
-        return logits_over_support(rows, args, supports, vocab, backend, consume)
-    stats = row_statistics(rows, *args, vocab, backend, consume)
-    return stats.logprobs, stats.entropy
+    if shard is None:
+        stats = row_statistics(rows, *arguments, supports, vocab, backend, consume)
+        return stats.logprobs, stats.entropy
+    targets, lacking = arguments.targets, None
+    if supports is None:
+        checks.targets_in_range(targets, arguments.mask, shard.total)
+    else:
+        check_targets(targets, supports, shard.total)
+        lacking, supports = outside(targets, supports), of_shard(supports, shard)
+    return sharded_row_statistics(rows, *arguments, supports, lacking, backend, consume, shard)
 
 
 def linear_token_logprobs(
@@ -210,26 +225,15 @@ def linear_token_logprobs(
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     with tp.reporting():
         extras = checked_extras(extras, sampling_mask)
-        call = linear_call(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
-            mask=mask,
-            temperature=temperature,
-            sampling_mask=sampling_mask,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            logits_dtype=logits_dtype,
-            memory_budget=memory_budget,
-            tp=tp,
-        )
-        call = over_tp_group(call, tp, targets.shape, entropy=entropy, extras=extras)
-    by_plan = planned(call, ANY, slopes=1 + entropy)
-    with plans.run(by_plan.inputs, by_plan.plan):
-        ahead = extras_ahead(extras, by_plan)
-        stats = by_plan.statistics(all_statistics=bool(extras))
-    more = extras_of(extras, ahead, stats, call.args.mask, targets.shape)
+        of_logits = (temperature, logit_scale, softcap)
+        options = (of_logits, sampling_mask, logits_dtype, memory_budget, tp)
+        request = linear_request(hidden, weight, bias, targets, mask, *options)
+        request = over_tp_group(request, tp, targets.shape, entropy=entropy, extras=extras)
+    request, plan = planned(request, ANY, slopes=1 + entropy)
+    with plans.run(plan):
+        of_passes = extra_passes(extras, request, plan)
+        stats = statistics(request, plan, all_statistics=bool(extras))
+    more = extras_of(extras, of_passes, stats, request.mask, targets.shape)
     entropies = checks.nan_where_wrong(stats.entropy.view(targets.shape), mask) if entropy else None
     more = {name: checks.nan_where_wrong(x, mask) if x.is_floating_point() else x for name, x in more.items()}
     return TokenStats(stats.logprobs.view(targets.shape), entropies, **more)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from fastrl.backend.choice import forced
 from fastrl.base import checks
-from fastrl.linear.low_rank import LowRank, low_rank_statistics, piece_bytes
-from fastrl.losses.call import linear_call, planned
 from fastrl.losses.logprobs import TokenStats
-from fastrl.objectives.dependence import ANY
+from fastrl.losses.request import linear_request, planned
+from fastrl.objectives.row_local import ANY
+from fastrl.passes.low_rank import LowRank, low_rank_statistics, piece_bytes
 from fastrl.planning import plans
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.planning.tiling import Needs
@@ -48,38 +46,24 @@ def low_rank_token_logprobs(
     Raises:
         As `linear_token_logprobs`.
     """
-    call = linear_call(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        mask=mask,
-        temperature=temperature,
-        sampling_mask=None,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        memory_budget=memory_budget,
-        logits_dtype=logits_dtype,
-    )
+    of_logits = (temperature, logit_scale, softcap)
+    request = linear_request(hidden, weight, bias, targets, mask, of_logits, None, logits_dtype, memory_budget)
     rank = up.shape[-1]
-    checks.shape("up", up, (call.vocab, rank), "(V, r)")
+    checks.shape("up", up, (request.vocab, rank), "(V, r)")
     checks.shape("down", down, (*targets.shape, rank), "targets' shape and r")
-    by_plan, name, held = planned(call._replace(budget=None), ANY, slopes=2), "forward", 0
-    inputs = by_plan.inputs
-    if any(call.needs) or (torch.is_grad_enabled() and (down.requires_grad or up.requires_grad)):
-        name, held = "recompute", 4 * rank * (call.vocab + inputs.rows)
-        inputs = replace(inputs, needs=Needs(True, *call.needs[1:]))
-        held += piece_bytes(inputs.device)
-    # A tile's factors of the second product in another dtype.
-    held += 4 * rank * (call.vocab + inputs.rows)
-    inputs = replace(inputs, copied=inputs.copied + held)
+    planned_request, plan = planned(request._replace(budget=None), ANY, slopes=2)
+    call, name = plan.call, "forward"
+    of_rank = 4 * rank * (request.vocab + call.rows)  # a tile's factors of the second product in another dtype
+    if any(request.needs) or (torch.is_grad_enabled() and (down.requires_grad or up.requires_grad)):
+        name, call = "recompute", call._replace(needs=Needs(True, *request.needs[1:]))
+        of_rank += of_rank + piece_bytes(call.device)  # the float32 sums of the gradients
     try:
-        plan = plans.choose(inputs, call.budget, names=(name,))
+        plan = plans.choose(call._replace(copied=call.copied + of_rank), request.budget, names=(name,))
     except BudgetTooSmall as error:
         raise BudgetTooSmall(f"{error}, for the adapters' rank of {rank} too", error.least) from None
-    args = call.args
-    checks.targets_in_range(args.targets, args.mask, call.vocab)
-    low_rank = LowRank(down.reshape(-1, rank), up)
-    with plans.run(inputs, plan):
-        logprobs, entropy = low_rank_statistics(call.head, low_rank, *args, forced(), by_plan.rows, plan.pass_budget)
+    head, flat, valid, transform, *_ = request
+    checks.targets_in_range(flat, valid, request.vocab)
+    low_rank, run = LowRank(down.reshape(-1, rank), up), (forced(), planned_request.num_rows, plan)
+    with plans.run(plan):
+        logprobs, entropy = low_rank_statistics(head, low_rank, flat, valid, transform, *run)
     return TokenStats(logprobs.view(targets.shape), checks.nan_where_wrong(entropy.view(targets.shape), mask))

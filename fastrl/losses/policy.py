@@ -1,43 +1,42 @@
 """The policy losses: from log-probabilities, from logits, and from hidden states and the output head.
 
-From `linear_policy_loss(hidden, weight, ...)` down to a kernel:
-
-    losses/call           the checked arguments (LinearCall), and these with a plan (PlannedCall)
-    losses/problem        the objective, the batch and the aggregation's weights (Problem)
-    planning/             the plan for the budget (plans), and the tile of each of its passes (tiling)
-    losses/linear         what follows each plan: the table CODE
-    linear/               the plan's torch.library operator, its passes over tiles of logits, their matrix products; a
-                          tile is sized again for the rows that the pass has in the end
-    backend/choice        the backend that runs the row functions of backend/contract
-    kernels/ or csrc/     a row function: its launcher, and its kernel
-
-Gradients come back by the operator's backward, or from the forward by `operators/attach.hand_over`.
+docs/design.md follows a call of `linear_policy_loss` down to a kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced, row_functions
 from fastrl.backend.contract import LossTerms
 from fastrl.base import checks
-from fastrl.losses.arguments import VocabularyArguments, checked_logits, consumes, forms_gradient, vocabulary_arguments
-from fastrl.losses.call import linear_call, over_tp_group
-from fastrl.losses.linear import planned_loss
+from fastrl.losses.linear import loss_by_plan, policy_plan
 from fastrl.losses.logprobs import logits_stats
 from fastrl.losses.problem import PolicyLoss, Problem, from_statistics, from_terms, make_problem
-from fastrl.losses.spread import ALONE, TensorParallel, agreed_logits, checked_cp_group, over_cp_group, same_problem
+from fastrl.losses.request import (
+    ALONE,
+    TensorParallel,
+    VocabularyArguments,
+    checked_cp_group,
+    checked_logits,
+    forms_gradient,
+    linear_request,
+    vocabulary_arguments,
+)
+from fastrl.losses.spread import agreed_logits, over_cp_group, over_tp_group, same_problem
 from fastrl.losses.supports import split_support
-from fastrl.objectives.dependence import Given, why_not_row_local
-from fastrl.objectives.evaluate import CustomObjective, row_objective
-from fastrl.objectives.objective import Objective
-from fastrl.operators import consumed
-from fastrl.operators import rows as row_ops
-from fastrl.operators.attach import attach_gradients
+from fastrl.objectives.evaluate import CustomObjective
+from fastrl.objectives.objective import CovarianceClip, Objective
+from fastrl.objectives.other_tokens import drawn
+from fastrl.objectives.row_local import Given, row_objective, why_not_row_local
+from fastrl.passes import consumed
+from fastrl.passes.logits import as_rows
+from fastrl.passes.operator import attach_gradients
 from fastrl.sampling_mask.mask import SamplingMask
 
 
@@ -111,37 +110,35 @@ def policy_loss(
         RuntimeError: another rank of cp_group raised an error, which the message has.
         NotImplementedError: a cp_group under torch.compile.
     """
-    cp_group = checked_cp_group(cp_group, None)
+    cp_group = None if cp_group is None else checked_cp_group(cp_group, None)
     with ALONE.reporting(cp_group):
         logprobs = checks.tensor("logprobs", logprobs)
         dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
         if entropy is not None:
-            entropy = checks.tensor("entropy", entropy)
-            checks.shape("entropy", entropy, logprobs.shape, "the shape of logprobs")
-            checks.same_device("entropy", entropy, logprobs, "logprobs")
-            entropy = entropy.to(dtype)
-        problem = make_problem(
-            objective,
-            logprobs,
-            "logprobs",
-            entropy is not None,
-            denominator,
-            dtype,
-            advantages=advantages,
-            mask=mask,
-            old_logprobs=old_logprobs,
-            ref_logprobs=ref_logprobs,
-            rollout_logprobs=rollout_logprobs,
-            token_weights=token_weights,
-            entropy_weights=entropy_weights,
-            entropy_threshold=entropy_threshold,
-            cu_seqlens=cu_seqlens,
-            group_ids=group_ids,
-            position_ids=position_ids,
-        )
+            entropy = checks.same_layout("entropy", entropy, logprobs, "logprobs").to(dtype)
+        others = (old_logprobs, ref_logprobs, rollout_logprobs)
+        weights = (token_weights, entropy_weights, entropy_threshold)
+        of_batch = (cu_seqlens, denominator, group_ids, position_ids)
+        of_logprobs = ("logprobs", entropy is not None, dtype)
+        problem = make_problem(objective, logprobs, advantages, mask, others, weights, *of_batch, *of_logprobs)
         needs_gradient = torch.is_grad_enabled() and logprobs.requires_grad
-        problem = over_cp_group(problem, cp_group, needs_gradient, advantages, denominator)
+        problem = _drawn(problem, cp_group, needs_gradient, advantages, denominator)
     return from_statistics(problem, logprobs.to(dtype), entropy)
+
+
+def _drawn(
+    problem: Problem, cp_group: Any, needs_gradient: bool, advantages: Tensor, denominator: float | Tensor | None
+) -> Problem:
+    """The last step before a loss is computed: over a cp_group the problem of all ranks; and what is drawn at random.
+
+    So a call that is refused draws nothing, and the objective may be evaluated several times with the same numbers.
+    """
+    if cp_group is not None:
+        problem = over_cp_group(problem, cp_group, needs_gradient, advantages, denominator)
+    rule = problem.settings.covariance
+    if not isinstance(rule, CovarianceClip):
+        return problem
+    return problem._replace(batch=replace(problem.batch, draws=drawn(rule, problem.batch)))
 
 
 def logits_policy_loss(
@@ -222,84 +219,59 @@ def logits_policy_loss(
         NotImplementedError: a tp_group or a cp_group under torch.compile.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
-    cp_group = checked_cp_group(cp_group, tp_group)
+    cp_group = None if cp_group is None else checked_cp_group(cp_group, tp_group)
     with tp.reporting(cp_group):
         tp.check()
         logits, targets = checked_logits(logits, targets, inplace, may_be_empty=tp.group is not None)
-        args = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
-        problem = make_problem(
-            objective,
-            targets,
-            "targets",
-            True,
-            denominator,
-            torch.float32,
-            advantages=advantages,
-            mask=args.shaped_mask(targets),
-            old_logprobs=old_logprobs,
-            ref_logprobs=ref_logprobs,
-            rollout_logprobs=rollout_logprobs,
-            token_weights=token_weights,
-            entropy_weights=entropy_weights,
-            entropy_threshold=entropy_threshold,
-            cu_seqlens=cu_seqlens,
-            group_ids=group_ids,
-            position_ids=position_ids,
-        )
-        consume = consumes(logits, inplace)
+        arguments = vocabulary_arguments(targets, mask, temperature, logit_scale, softcap)
+        valid = None if arguments.mask is None else arguments.mask.view(targets.shape)
+        logprobs = (old_logprobs, ref_logprobs, rollout_logprobs)
+        weights = (token_weights, entropy_weights, entropy_threshold)
+        of_batch = (cu_seqlens, denominator, group_ids, position_ids)
+        problem = make_problem(objective, targets, advantages, valid, logprobs, weights, *of_batch)
+        consume = inplace and forms_gradient(logits)
         shard = None
         if tp.group is not None:
-            rows = row_ops.as_rows(logits, consume)
             same = {"inplace": inplace, **same_problem(problem, denominator)}
-            shard = agreed_logits(tp, rows, args, targets.shape, sampling_mask, same)
+            rows = as_rows(logits, consume)
+            shard = agreed_logits(tp, rows, arguments, targets.shape, sampling_mask, same)
         vocab = tp.counted("logits", logits.shape[-1], shard)
-        supports = split_support(sampling_mask, args, vocab)
+        supports = split_support(sampling_mask, arguments.targets, arguments.mask, vocab)
         if cp_group is not None:  # else the operators check
-            checks.targets_in_range(args.targets, args.mask, vocab)
+            checks.targets_in_range(arguments.targets, arguments.mask, vocab)
         needs_gradient = torch.is_grad_enabled() and logits.requires_grad
-        problem = over_cp_group(problem, cp_group, needs_gradient, advantages, denominator)
-    if shard is not None:
-        return from_statistics(problem, *logits_stats(rows, args, supports, vocab, forced(), consume, shard))
-    backend = forced()
-    by_forward_gradient = (
-        supports is None and forms_gradient(logits) and logits.numel() > 0 and logits.dtype != torch.float16
-    )
-    if (
-        by_forward_gradient
-        and isinstance(objective, Objective)
-        and why_not_row_local(objective, Given.of(problem.batch)) is None
-    ):
-        return _logits_forward_gradient(problem, logits, args, vocab, backend, consume)
-    rows = row_ops.as_rows(logits, consume)
-    return from_statistics(problem, *logits_stats(rows, args, supports, vocab, backend, consume, None))
+        problem = _drawn(problem, cp_group, needs_gradient, advantages, denominator)
+    dense = shard is None and supports is None and logits.numel() > 0 and logits.dtype != torch.float16
+    row_local = isinstance(objective, Objective) and why_not_row_local(objective, Given.of(problem.batch)) is None
+    if dense and row_local and forms_gradient(logits):
+        return _logits_forward_gradient(problem, logits, arguments, vocab, forced(), consume)
+    rows = as_rows(logits, consume)
+    return from_statistics(problem, *logits_stats(rows, arguments, supports, vocab, forced(), consume, shard))
 
 
 def _logits_forward_gradient(
-    problem: Problem, logits: Tensor, args: VocabularyArguments, vocab: int, backend: str, consume: bool
+    problem: Problem, logits: Tensor, arguments: VocabularyArguments, vocab: int, backend: str, consume: bool
 ) -> PolicyLoss:
     """Computes the gradient in the forward, over the logits or in a buffer of its own."""
-    checks.targets_in_range(args.targets, args.mask, vocab)
+    checks.targets_in_range(arguments.targets, arguments.mask, vocab)
     assert isinstance(problem.objective, Objective)
     spec, inputs, clamped, marks = row_objective(problem.objective, problem.batch, problem.weights)
 
     def run(logits: Tensor) -> tuple[Tensor, list[Tensor | consumed.Written], LossTerms]:
-        rows = row_ops.as_rows(logits.detach(), consume)
+        rows = as_rows(logits.detach(), consume)
         consumed.refuse(rows)
         out = None if consume else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         with consumed.kept(rows):
             own = None if out is None else out[..., :vocab]
-            result: LossTerms = kernels(backend, rows).row_forward_gradient(
-                rows[..., :vocab], args.targets, args.mask, args.transform, spec, inputs, own
-            )
+            functions = row_functions(backend, rows)
+            result: LossTerms = functions.row_forward_gradient(rows[..., :vocab], *arguments, spec, inputs, own)
             (rows if out is None else out)[..., vocab:].zero_()
             if consume:  # so that autograd raises if another operation saved the logits for its backward
                 torch.autograd.graph.increment_version(rows)
-        if out is None:
-            written = consumed.Written(rows.data.view(logits.shape), rows, consumed.mark(rows))
-            gradient: Tensor | consumed.Written = written
-        else:
-            gradient = out.view(logits.shape)
-        return result.terms[0].sum(), [gradient], result
+        if out is not None:
+            return result.terms[0].sum(), [out.view(logits.shape)], result
+        written = consumed.Written(rows.data.view(logits.shape), rows, consumed.mark(rows))
+        return result.terms[0].sum(), [written], result
 
     loss, result = attach_gradients(run, (logits,), backend)
     return from_terms(problem, result, loss, clamped=clamped, marks=marks)
@@ -398,46 +370,20 @@ def linear_policy_loss(
         NotImplementedError: a tp_group or a cp_group under torch.compile.
     """
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
-    cp_group = checked_cp_group(cp_group, tp_group)
+    cp_group = None if cp_group is None else checked_cp_group(cp_group, tp_group)
     with tp.reporting(cp_group):
-        call = linear_call(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
-            mask=mask,
-            temperature=temperature,
-            sampling_mask=sampling_mask,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            logits_dtype=logits_dtype,
-            memory_budget=memory_budget,
-            num_tokens=num_tokens,
-            tp=tp,
-        )
-        problem = make_problem(
-            objective,
-            targets,
-            "targets",
-            True,
-            denominator,
-            torch.float32,
-            advantages=advantages,
-            mask=call.args.shaped_mask(targets),
-            old_logprobs=old_logprobs,
-            ref_logprobs=ref_logprobs,
-            rollout_logprobs=rollout_logprobs,
-            token_weights=token_weights,
-            entropy_weights=entropy_weights,
-            entropy_threshold=entropy_threshold,
-            cu_seqlens=cu_seqlens,
-            group_ids=group_ids,
-            position_ids=position_ids,
-        )
+        of_logits = (temperature, logit_scale, softcap)
+        options = (of_logits, sampling_mask, logits_dtype, memory_budget, tp, num_tokens)
+        request = linear_request(hidden, weight, bias, targets, mask, *options)
+        valid = None if request.mask is None else request.mask.view(targets.shape)
+        logprobs = (old_logprobs, ref_logprobs, rollout_logprobs)
+        weights = (token_weights, entropy_weights, entropy_threshold)
+        of_batch = (cu_seqlens, denominator, group_ids, position_ids)
+        problem = make_problem(objective, targets, advantages, valid, logprobs, weights, *of_batch)
         if tp.group is not None:  # same_problem reads all values, which torch.compile cannot trace
-            call = over_tp_group(call, tp, targets.shape, **same_problem(problem, denominator))
+            request = over_tp_group(request, tp, targets.shape, **same_problem(problem, denominator))
         if cp_group is not None:  # else the operators check
-            checks.targets_in_range(call.args.targets, call.args.mask, call.vocab)
-        plan = planned_loss(problem, call, cp_group is not None)
-        problem = over_cp_group(problem, cp_group, any(call.needs), advantages, denominator)
-    return plan.loss(problem)
+            checks.targets_in_range(request.targets, request.mask, request.vocab)
+        request, plan, asked = policy_plan(problem, request, cp_group is not None)
+        problem = _drawn(problem, cp_group, any(request.needs), advantages, denominator)
+    return loss_by_plan(problem, request, plan, asked)

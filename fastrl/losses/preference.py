@@ -9,9 +9,8 @@ from torch import Tensor
 
 from fastrl.base import checks
 from fastrl.base.responses import INTEGER_DTYPES
-from fastrl.losses.response_sums import CheckedResponses, wide
-from fastrl.losses.spread import TensorParallel
-from fastrl.losses.whole_responses import loss_of_units
+from fastrl.losses.request import TensorParallel
+from fastrl.losses.whole_responses import CheckedResponses, loss_of_units, wide
 from fastrl.objectives.preferences import DPO, Preference
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -92,8 +91,7 @@ def preference_loss(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, device or value, or a missing one.
     """
-    chosen = checks.tensor("chosen", chosen)
-    return _from_named(
+    return _from_sums(
         _checked(objective),
         {"chosen": chosen, "rejected": rejected},
         {"ref_chosen": ref_chosen, "ref_rejected": ref_rejected},
@@ -103,7 +101,7 @@ def preference_loss(
     )
 
 
-def _from_named(
+def _from_sums(
     objective: Preference,
     sums: dict[str, Any],
     ref: dict[str, Any],
@@ -112,38 +110,30 @@ def _from_named(
     nll_denominator: object = None,
 ) -> PreferenceLoss:
     """The loss of chosen and rejected responses' arguments, each by the name that errors call it."""
-    first_name, first = next(iter(sums.items()))
-    if first.ndim != 1:
-        raise ValueError(f"{first_name} must have shape (pairs,), got {tuple(first.shape)}")
+    like_name, like = next(iter(sums.items()))
+    like = checks.tensor(like_name, like)
+    if like.ndim != 1:
+        raise ValueError(f"{like_name} must have shape (pairs,), got {tuple(like.shape)}")
 
-    def checked(name: str, value: object, kinds: Any = None) -> Tensor:
-        value = checks.tensor(name, value, kinds)
-        checks.shape(name, value, first.shape, f"the shape of {first_name}")
-        checks.same_device(name, value, first, first_name)
-        return value
-
-    def all_or_none(given: dict[str, Any], needed: list[bool], why: str, kinds: Any = None) -> list[Tensor] | None:
-        for (name, value), is_needed in zip(given.items(), needed, strict=True):
+    def checked(pair: dict[str, Any], needed: list[bool], why: str, dtypes: Any = None) -> list[Tensor]:
+        for (name, value), is_needed in zip(pair.items(), needed, strict=True):
             if value is None and is_needed:
                 raise TypeError(f"{name} is needed by {why}, got None")
-        tensors = [None if value is None else checked(name, value, kinds) for name, value in given.items()]
-        found = [first.new_zeros(first.shape) if x is None else x for x in tensors]
-        return found if any(needed) else None
+        given = {name: checks.tensor(name, value, dtypes) for name, value in pair.items() if value is not None}
+        for name, value in given.items():
+            checks.shape(name, value, like.shape, f"the shape of {like_name}")
+            checks.same_device(name, value, like, like_name)
+        return [given.get(name, like.new_zeros(like.shape)) for name in pair]
 
-    both = [checked(name, value) for name, value in sums.items()]
-    with_ref = all_or_none(ref, [objective.reference] * 2, "an objective with a reference")
-    counts = (*INTEGER_DTYPES, torch.float32, torch.float64)
-    needed = [objective.needs_lengths, objective.average]
-    of_length = all_or_none(lengths, needed, "an objective with means over tokens", counts)
-    nll = None
-    if objective.nll_coef:
-        assert of_length is not None
-        likely = wide(both[0]).where(of_length[0] > 0, 0.0)
-        nll = -likely.sum() / checks.divisor("nll_denominator", nll_denominator, wide(of_length[0]).sum())
-    elif nll_denominator is not None:
-        checks.divisor("nll_denominator", nll_denominator, 1)
-    pairs = checks.divisor("denominator", denominator, first.shape[0])
-    return _of_pairs(objective, both, with_ref, of_length if objective.average else None, nll, pairs)
+    both = [checks.same_layout(name, value, like, like_name) for name, value in sums.items()]
+    both_ref = checked(ref, [objective.reference] * 2, "an objective with a reference")
+    needed, dtypes = [objective.needs_lengths, objective.average], (*INTEGER_DTYPES, torch.float32, torch.float64)
+    both_lengths = checked(lengths, needed, "an objective with means over tokens", dtypes)
+    tokens: float | Tensor = wide(both_lengths[0]).sum() if objective.nll_coef else 1
+    divisor = checks.divisor("nll_denominator", nll_denominator, tokens)
+    nll = -wide(both[0]).where(both_lengths[0] > 0, 0.0).sum() / divisor if objective.nll_coef else None
+    pairs = checks.divisor("denominator", denominator, like.shape[0])
+    return _of_pairs(objective, both, both_ref, both_lengths, nll, pairs)
 
 
 def _checked(objective: object) -> Preference:
@@ -160,28 +150,20 @@ def _of_pairs(
     nll: Tensor | None,
     denominator: float | Tensor,
 ) -> PreferenceLoss:
-    """The loss of checked [chosen, rejected] sums, those of the reference, and lengths, (B,) each."""
+    """The loss of checked [chosen, rejected] sums; None for those of a reference, or lengths, that it does not read."""
     dtype = torch.float64 if sums[0].dtype == torch.float64 else torch.float32
     scores = [wide(x) for x in sums]
-    if ref is not None:
+    if objective.reference and ref is not None:
         scores = [x - wide(y.detach()) for x, y in zip(scores, ref, strict=True)]
-    if lengths is not None:
+    if objective.average and lengths is not None:
         scores = [(x / wide(n).clamp_min(1)).where(n > 0, 0.0) for x, n in zip(scores, lengths, strict=True)]
     losses = objective.losses(*scores)
     loss = losses.sum() / denominator
     if nll is not None:
         loss = loss + objective.nll_coef * nll
-    rewards = [objective.beta * x.detach() for x in scores]
-    return PreferenceLoss(
-        loss=loss.to(dtype),
-        chosen_rewards=rewards[0].to(dtype),
-        rejected_rewards=rewards[1].to(dtype),
-        margins=(rewards[0] - rewards[1]).to(dtype),
-        losses=losses.detach().to(dtype),
-        chosen_logprobs=sums[0].detach().to(dtype),
-        rejected_logprobs=sums[1].detach().to(dtype),
-        nll=None if nll is None else nll.detach().to(dtype),
-    )
+    chosen, rejected = (objective.beta * x.detach() for x in scores)
+    metrics = (chosen, rejected, chosen - rejected, losses, *sums, *(() if nll is None else (nll,)))
+    return PreferenceLoss(loss.to(dtype), *(x.detach().to(dtype) for x in metrics))
 
 
 def dpo_loss(
@@ -206,16 +188,12 @@ def dpo_loss(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, device or value.
     """
-    first = checks.tensor("chosen_logprobs", chosen_logprobs)
     ref = {"ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
     for name, value in ref.items():
         checks.in_memory(name, value)
-    return _from_named(
-        DPO(checks.number("beta", beta, positive=True)),
-        {"chosen_logprobs": first, "rejected_logprobs": rejected_logprobs},
-        ref,
-        {"chosen_lengths": None, "rejected_lengths": None},
-    ).loss
+    sums = {"chosen_logprobs": chosen_logprobs, "rejected_logprobs": rejected_logprobs}
+    no_lengths = {"chosen_lengths": None, "rejected_lengths": None}
+    return _from_sums(DPO(checks.number("beta", beta, positive=True)), sums, ref, no_lengths).loss
 
 
 def linear_preference_loss(
@@ -282,59 +260,60 @@ def linear_preference_loss(
     Raises:
         TypeError, ValueError, IndexError: as `preference_loss` and `linear_token_logprobs`.
     """
-    with TensorParallel.of(tp_group).reporting():
-        objective = _checked(objective)
-        tokens = CheckedResponses.of(targets, mask, cu_seqlens)
-        if tokens.responses.count % 2:
-            raise ValueError(
-                f"targets must hold chosen and rejected responses, an even number, got {tokens.responses.count}"
-            )
-        if ref_logprobs is None and objective.reference:
-            raise TypeError("ref_logprobs is needed by an objective with a reference, got None")
-        ref = None if ref_logprobs is None else tokens.per_response("ref_logprobs", ref_logprobs)
-        likely = checks.mask(nll_mask, tokens.targets, name="nll_mask")
-        pairs = checks.divisor("denominator", denominator, tokens.responses.count // 2)
-        lengths = _halves(tokens.lengths()) if objective.needs_lengths else None
-        nll_tokens: float | Tensor = 1
-        if lengths is not None:
-            nll_tokens = wide(lengths[0]).sum() if likely is None else likely.sum()
-        nll_tokens = checks.divisor("nll_denominator", nll_denominator, nll_tokens)
-        if not objective.nll_coef:
-            likely = None
+    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
+    with tp.reporting():
+        head, responses, likelihood = (hidden, weight, bias), (targets, mask, cu_seqlens), (nll_mask, nll_denominator)
+        options = ((temperature, logit_scale, softcap), sampling_mask, logits_dtype, memory_budget, tp)
+        return _linear_loss(_checked(objective), head, responses, ref_logprobs, denominator, likelihood, options)
 
-        def loss_of(logprobs: Tensor) -> PreferenceLoss:
-            sums = _halves(tokens.sums(logprobs, likely))
-            nll = None
-            if objective.nll_coef:
-                counted = sums[0]
-                if likely is not None:
-                    marked = checks.nan_where_wrong(logprobs, nll_mask).where(likely.reshape(-1), 0.0)
-                    counted = tokens.responses.sum(marked)
-                nll = -wide(counted).sum() / nll_tokens
-            with_ref = None if ref is None or not objective.reference else _halves(ref)
-            return _of_pairs(objective, sums, with_ref, lengths if objective.average else None, nll, pairs)
 
-        count = tokens.responses.count // 2
-        return loss_of_units(
-            hidden,
-            weight,
-            tokens.targets,
-            tokens.mask if likely is None else tokens.mask | likely,
-            tokens.responses.owners(tokens.targets.device) % max(count, 1),
-            count,
-            loss_of,
-            bias=bias,
-            temperature=temperature,
-            sampling_mask=sampling_mask,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            logits_dtype=logits_dtype,
-            memory_budget=memory_budget,
-            tp_group=tp_group,
-            vocab_start=vocab_start,
-            vocab_size=vocab_size,
-            reduce_hidden_grad=reduce_hidden_grad,
+def _linear_loss(
+    objective: Preference,
+    head: tuple[Tensor, Tensor, Tensor | None],
+    responses: tuple[Tensor, Tensor, Tensor | None],
+    ref_logprobs: Tensor | None,
+    denominator: object,
+    likelihood: tuple[Tensor | None, object],
+    options: tuple[Any, ...],
+) -> PreferenceLoss:
+    """The loss of a head (hidden, weight, bias), responses (targets, mask, cu_seqlens) and an objective.
+
+    likelihood: nll_mask and nll_denominator.
+    """
+    nll_mask, nll_denominator = likelihood
+    tokens = CheckedResponses.of(*responses)
+    count, odd = divmod(tokens.responses.count, 2)
+    if odd:
+        raise ValueError(
+            f"targets must hold chosen and rejected responses, an even number, got {tokens.responses.count}"
         )
+    if ref_logprobs is None and objective.reference:
+        raise TypeError("ref_logprobs is needed by an objective with a reference, got None")
+    ref = None if ref_logprobs is None else _halves(tokens.per_response("ref_logprobs", ref_logprobs))
+    likely = checks.mask(nll_mask, tokens.targets, name="nll_mask")
+    pairs = checks.divisor("denominator", denominator, count)
+    lengths = _halves(tokens.lengths()) if objective.needs_lengths else None
+    nll_tokens: float | Tensor = 1
+    if lengths is not None:
+        nll_tokens = wide(lengths[0]).sum() if likely is None else likely.sum()
+    nll_tokens = checks.divisor("nll_denominator", nll_denominator, nll_tokens)
+    if not objective.nll_coef:
+        likely = None
+
+    def loss_of(logprobs: Tensor) -> PreferenceLoss:
+        sums = _halves(tokens.sums(logprobs, likely))
+        nll = None
+        if objective.nll_coef:
+            counted = sums[0]
+            if likely is not None:
+                marked = checks.nan_where_wrong(logprobs, nll_mask).where(likely.reshape(-1), 0.0)
+                counted = tokens.responses.sum(marked)
+            nll = -wide(counted).sum() / nll_tokens
+        return _of_pairs(objective, sums, ref, lengths, nll, pairs)
+
+    units = tokens.responses.owners(tokens.targets.device) % max(count, 1)
+    valid = tokens.mask if likely is None else tokens.mask | likely
+    return loss_of_units(head, tokens.targets, valid, options, units, count, loss_of)
 
 
 def _halves(x: Tensor) -> list[Tensor]:
@@ -393,29 +372,13 @@ def linear_dpo_loss(
     Raises:
         TypeError, ValueError, IndexError: as `linear_preference_loss`.
     """
-    with TensorParallel.of(tp_group).reporting():
-        found = linear_preference_loss(
-            hidden,
-            weight,
-            targets,
-            mask,
-            ref_logprobs,
-            objective=DPO(checks.number("beta", beta, positive=True)),
-            cu_seqlens=cu_seqlens,
-            denominator=denominator,
-            bias=bias,
-            temperature=temperature,
-            sampling_mask=sampling_mask,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            logits_dtype=logits_dtype,
-            memory_budget=memory_budget,
-            tp_group=tp_group,
-            vocab_start=vocab_start,
-            vocab_size=vocab_size,
-            reduce_hidden_grad=reduce_hidden_grad,
-        )
-    return DPOLoss(found.loss, found.chosen_rewards, found.rejected_rewards, found.margins)
+    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
+    with tp.reporting():
+        objective = DPO(checks.number("beta", beta, positive=True))
+        options = ((temperature, logit_scale, softcap), sampling_mask, logits_dtype, memory_budget, tp)
+        head, responses = (hidden, weight, bias), (targets, mask, cu_seqlens)
+        loss = _linear_loss(objective, head, responses, ref_logprobs, denominator, (None, None), options)
+    return DPOLoss(*loss[:4])
 
 
 def reward_model_loss(scores: Tensor, ranks: Tensor, prompt_ids: Tensor) -> Tensor:

@@ -1,14 +1,9 @@
 """Calls over groups: what their ranks must agree on before they compute.
 
-Over a `tp_group` this rank has a part of the vocabulary:
-
-    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
-    with tp.reporting():
-        ...                                             # every check of the arguments: an error reaches all ranks
-        shard, facts = agreed_facts(tp, weight.shape[0], same, {"budget": 1 << 20})
-
-After it every rank knows that the others have the same targets and options and make the same collectives. What is wrong
-with the whole vocabulary (a target outside it) is then found by all ranks alike.
+Over a `tp_group` this rank has a part of the vocabulary. Every check of the arguments comes before, within
+`tp.reporting()`, so that its error reaches all ranks. After it every rank knows that the others have the same targets
+and options and make the same collectives. What is wrong with the whole vocabulary (a target outside it) is then found
+by all ranks alike.
 
 Over a `cp_group` this rank has some of the tokens: `over_cp_group` comes last, after all that could fail on it alone.
 """
@@ -18,123 +13,44 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastrl.backend.choice import forced, kernels, resolved
+from fastrl.backend.choice import forced, resolved, row_functions
 from fastrl.base import checks
-from fastrl.distributed.groups import agree, checked_group, reporting
-from fastrl.distributed.shards import VocabularyShard, checked_options, shard_of
-from fastrl.losses.arguments import VocabularyArguments
+from fastrl.distributed.groups import agree
+from fastrl.distributed.shards import VocabularyShard, shard_of
 from fastrl.losses.problem import Problem
+from fastrl.losses.request import Request, TensorParallel, VocabularyArguments
 from fastrl.losses.supports import checked_mask
-from fastrl.objectives.evaluate import settings_of, with_draws
+from fastrl.objectives.batch import Batch
 from fastrl.objectives.objective import CovarianceClip, Objective
-from fastrl.operators import consumed
+from fastrl.passes import consumed
+from fastrl.planning import plans
+from fastrl.planning.budget import default_budget
 from fastrl.sampling_mask.mask import SamplingMask
 
 
-class TensorParallel(NamedTuple):
-    """The arguments of a function whose vocabulary may lie over a group."""
-
-    group: ProcessGroup | None = None
-    vocab_start: int | None = None
-    vocab_size: int | None = None
-    reduce_hidden_grad: bool = True
-
-    @classmethod
-    def of(cls, tp_group: object, *options: Any) -> TensorParallel:
-        """The arguments, with a checked group; raises NotImplementedError for a group under torch.compile."""
-        return cls(_checked("tp_group", tp_group), *options)
-
-    def reporting(self, cp_group: ProcessGroup | None = None) -> AbstractContextManager[None]:
-        """The context of the checks before the ranks agree: an error in it reaches all of them."""
-        alone = self.group is None and cp_group is None
-        return nullcontext() if alone else reporting(tp_group=self.group, cp_group=cp_group)
-
-    def check(self) -> None:
-        """Raises TypeError or ValueError for an option that is wrong by itself."""
-        checked_options(self.vocab_start, self.vocab_size, self.reduce_hidden_grad, self.group)
-
-    def counted(self, name: str, held: int, shard: VocabularyShard | None = None) -> int:
-        """The number of entries in the vocabulary, of which there are `held`, padding included, if it is on one device.
-
-        Raises ValueError, which calls the tensor that has them `name`, for a vocab_size larger than that.
-        """
-        if shard is not None:
-            return shard.total
-        if self.group is not None or self.vocab_size is None:
-            return held
-        if self.vocab_size > held:
-            raise ValueError(f"vocab_size must be from 1 to {held}, the entries of {name}, got {self.vocab_size}")
-        return self.vocab_size
-
-
-ALONE = TensorParallel()
-
-
-def _checked(name: str, group: object) -> ProcessGroup | None:
-    checked = checked_group(name, group)
-    if checked is not None and _is_traced():
-        raise NotImplementedError(
-            f"{name} is not built for torch.compile: make the call from a function with @torch.compiler.disable"
-        )
-    return checked
-
-
-def _is_traced() -> bool:
-    if torch.compiler.is_compiling():
-        return True
-    from torch._C._dynamo import eval_frame
-
-    # A function that cannot be traced runs as it is, and those that it calls are traced, by this callback.
-    return callable(eval_frame.get_eval_frame_callback())
-
-
-def checked_cp_group(cp_group: object, tp_group: object) -> ProcessGroup | None:
-    """The group; raises NotImplementedError for one under torch.compile, ValueError for the tp_group itself."""
-    checked = _checked("cp_group", cp_group)
-    if checked is not None and checked is tp_group:
-        raise ValueError("cp_group must be another group than tp_group: tokens lie over it, not the vocabulary")
-    return checked
-
-
 def over_cp_group(
-    problem: Problem,
-    group: ProcessGroup | None,
-    needs_gradient: bool,
-    advantages: Tensor,
-    denominator: float | Tensor | None,
+    problem: Problem, group: ProcessGroup, needs_gradient: bool, advantages: Tensor, denominator: float | Tensor | None
 ) -> Problem:
-    """The problem as one rank's part of one whose tokens lie over the group; with its draws, with or without a group.
+    """The problem as one rank's part of one whose tokens lie over the group.
 
-    Args:
-        problem: of this rank's tokens.
-        group: the cp_group.
-        needs_gradient: whether a backward may follow, which all ranks run or none.
-        advantages: as the caller passed them.
-        denominator: as the caller passed it.
-
-    Raises:
-        RuntimeError, ValueError: as `groups.agree`; a callable without row_local; no position_ids where they are read.
+    Raises the errors of `groups.agree`, and ValueError for a callable without row_local, or without the position_ids
+    that are read. `needs_gradient`: whether a backward may follow, which all ranks run or none. `advantages` and
+    `denominator` are as the caller passed them.
     """
-    if group is None:
-        return problem._replace(batch=with_draws(problem.objective, problem.batch))
-    objective, batch = problem.objective, problem.batch
+    objective, settings, batch, *_ = problem
     if not isinstance(objective, Objective) and not getattr(objective, "row_local", False):
         raise ValueError(
             "objective must be an Objective or have row_local = True beside cp_group, got"
             f" {described(objective)}: a callable sees this rank's tokens only"
         )
-    settings = settings_of(objective)
     if settings.future_kl is not None and batch.old is not None and batch.positions is None:
         raise ValueError("position_ids is needed by the objective's FutureKL beside cp_group, got None")
-    names = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logprobs", "groups": "group_ids"}
-    optional = (*names, "token_weights", "entropy_weights", "entropy_threshold")
     same = {
         **_draws_from(problem),
         "objective": f"{described(objective)}{'' if settings is objective else described(settings)}",
@@ -142,25 +58,24 @@ def over_cp_group(
         "dtype": problem.weights.dtype,
         "whether a gradient is needed": needs_gradient,
         "entropy": "given" if problem.has_entropy else "None",
-        **{names.get(name, name): "None" if getattr(batch, name) is None else "given" for name in optional},
+        **{name: "None" if x is None else "given" for name, x in _optional(batch).items()},
     }
     batch = batch.over(group, same, advantages)
     weights = batch.aggregation_weights(settings, denominator).to(problem.weights.dtype)
-    return problem._replace(batch=with_draws(objective, batch), weights=weights)
+    return problem._replace(batch=batch, weights=weights)
 
 
-def agreed_facts(
+def _agreed(
     tp: TensorParallel, held: int, same: Mapping[str, object], facts: Mapping[str, object]
 ) -> tuple[VocabularyShard, list[dict[str, Any]]]:
     """This rank's part of the vocabulary, of which it holds `held` rows or columns, padding included; and all `facts`.
 
-    One exchange between the hosts. Raises ValueError on every rank if something of `same`, which `same_arguments` and
-    the caller gather, differs between the ranks, or if the shards do not fit together.
+    One exchange between the hosts. Raises ValueError on every rank if something of `same` differs between them, or if
+    the shards do not fit together.
     """
-    tp.check()
     assert tp.group is not None
-    options = {"vocab_size": tp.vocab_size, "reduce_hidden_grad": tp.reduce_hidden_grad}
-    by_rank = agree("tp_group", tp.group, {**same, **options}, {**facts, "held": held, "start": tp.vocab_start})
+    same = {**same, "vocab_size": tp.vocab_size, "reduce_hidden_grad": tp.reduce_hidden_grad}
+    by_rank = agree("tp_group", tp.group, same, {**facts, "held": held, "start": tp.vocab_start})
     helds, starts = ([x[name] for x in by_rank] for name in ("held", "start"))
     return shard_of(tp.group, helds, starts, tp.vocab_size, tp.reduce_hidden_grad), by_rank
 
@@ -168,7 +83,7 @@ def agreed_facts(
 def agreed_logits(
     tp: TensorParallel,
     rows: Tensor,
-    args: VocabularyArguments,
+    arguments: VocabularyArguments,
     shape: torch.Size,
     sampling_mask: object,
     same: Mapping[str, object],
@@ -180,21 +95,58 @@ def agreed_logits(
     if tp.group is None:
         return None
     consumed.refuse(rows)
-    kernels(forced(), rows)
-    checked_mask(sampling_mask, args, None)
-    alike = same_arguments(args, shape, rows.dtype, sampling_mask, **same)
-    shard, _ = agreed_facts(tp, rows.shape[-1], alike, {})
+    row_functions(forced(), rows)
+    checked_mask(sampling_mask, arguments.targets, None)
+    same = _same_arguments(arguments, shape, rows.dtype, sampling_mask, **same)
+    shard, _ = _agreed(tp, rows.shape[-1], same, {})
     return None if tp.group.size() == 1 and shard.size == rows.shape[-1] else shard
 
 
-def same_arguments(
-    args: VocabularyArguments, shape: torch.Size, dtype: torch.dtype, sampling_mask: object, **more: object
+def over_tp_group(request: Request, tp: TensorParallel, shape: torch.Size, **same: object) -> Request:
+    """The request as the ranks of its tp_group agree on it: its shard of the head, the smallest budget.
+
+    shape: of targets. same: further arguments, by name, that must be equal on all ranks. Raises the errors of
+    `groups.agree`, and ValueError for shards that do not fit together.
+    """
+    if tp.group is None:
+        return request
+    head, device = request.head, request.head.weight.device
+    share = None if request.budget is not None else default_budget(device.type, device.index)
+    facts = {"budget": request.budget, "share": share, "copied": request.copied}
+    same |= {
+        "hidden": f"hidden size {head.hidden.shape[1]}, {head.hidden.shape[0]} rows",
+        "bias": head.bias is not None,
+        "num_tokens": request.num_tokens,
+        "requires_grad": tuple(request.needs),
+        "plan": plans.forced(),
+        "logits_dtype": torch.float32 if request.float32_logits else None,
+    }
+    arguments = VocabularyArguments(request.targets, request.mask, request.transform)
+    same = _same_arguments(arguments, shape, head.hidden.dtype, request.sampling_mask, **same)
+    shard, by_rank = _agreed(tp, head.weight.shape[0], same, facts)
+    if request.sampling_mask is not None:
+        request.sampling_mask.check_vocab(shard.total)
+    if head.weight.shape[0] > shard.size:
+        head = head._replace(vocab=shard.size)
+    budgets, shares = ([x[key] for x in by_rank if x[key] is not None] for key in ("budget", "share"))
+    return request._replace(
+        head=head,
+        shard=None if tp.group.size() == 1 else shard,
+        copied=max(x["copied"] for x in by_rank),
+        padding=max(x["held"] - size for x, size in zip(by_rank, shard.sizes, strict=True)),
+        budget=min(budgets) if budgets else None,
+        share=min(shares) if shares else None,
+    )
+
+
+def _same_arguments(
+    arguments: VocabularyArguments, shape: torch.Size, dtype: torch.dtype, sampling_mask: object, **more: object
 ) -> dict[str, object]:
     """What every rank must pass alike, by name: the arguments that all functions of a vocabulary share, and `more`.
 
     Tensors are compared by a checksum where their values may be read, on a GPU inside `check_inputs()` alone.
     """
-    targets, mask, (temperature, temperatures, logit_scale, softcap) = args
+    targets, mask, (temperature, temperatures, logit_scale, softcap) = arguments
     recorded: object = None
     if isinstance(sampling_mask, SamplingMask):
         values = checksum(sampling_mask.token_ids, sampling_mask.offsets)
@@ -218,17 +170,7 @@ def same_arguments(
 def same_problem(problem: Problem, denominator: float | Tensor | None) -> dict[str, object]:
     """What every rank must pass alike of a policy loss, by name; `denominator` as the caller passed it."""
     batch = problem.batch
-    given = {
-        "cu_seqlens": problem.cu_seqlens,
-        "advantages": batch.advantages,
-        "old_logprobs": batch.old,
-        "ref_logprobs": batch.ref,
-        "rollout_logprobs": batch.rollout,
-        "token_weights": batch.token_weights,
-        "entropy_weights": batch.entropy_weights,
-        "entropy_threshold": batch.entropy_threshold,
-        "group_ids": batch.groups,
-    }
+    given = {"cu_seqlens": problem.cu_seqlens, "advantages": batch.advantages, **_optional(batch)}
     return {
         **_draws_from(problem),
         "objective": described(problem.objective),
@@ -236,6 +178,19 @@ def same_problem(problem: Problem, denominator: float | Tensor | None) -> dict[s
         "advantages per response": batch.per_response,
         **{name: None if x is None else f"given{checksum(x)}" for name, x in given.items()},
         "denominator": f"{described(denominator)}{checksum(problem.weights)}",
+    }
+
+
+def _optional(batch: Batch) -> dict[str, Tensor | None]:
+    """The inputs that the caller may leave out, by the names of the arguments."""
+    return {
+        "old_logprobs": batch.old,
+        "ref_logprobs": batch.ref,
+        "rollout_logprobs": batch.rollout,
+        "token_weights": batch.token_weights,
+        "entropy_weights": batch.entropy_weights,
+        "entropy_threshold": batch.entropy_threshold,
+        "group_ids": batch.groups,
     }
 
 

@@ -48,9 +48,7 @@ def topk_divergence(
     logprobs = checks.tensor("logprobs", logprobs)
     if logprobs.dim() < 1:
         raise ValueError("logprobs must have shape (..., K), got a 0-dim tensor")
-    teacher = checks.tensor("teacher_logprobs", teacher_logprobs)
-    checks.shape("teacher_logprobs", teacher, logprobs.shape, "the shape of logprobs")
-    checks.same_device("teacher_logprobs", teacher, logprobs, "logprobs")
+    teacher = checks.same_layout("teacher_logprobs", teacher_logprobs, logprobs, "logprobs")
     if not isinstance(tail, bool):
         raise TypeError(f"tail must be a bool, got {type(tail).__name__}")
     valid = checks.mask(mask, logprobs, "logprobs")
@@ -59,15 +57,15 @@ def topk_divergence(
     if valid is not None:
         log_p, log_q = (x.masked_fill(~valid, -torch.inf) for x in (log_p, log_q))
     # A NaN on one side alone might not show in the value, or not in the gradient.
-    spoilt = (log_p + log_q).isnan().any(-1, keepdim=True)
-    log_p = log_p * torch.ones_like(log_q[..., :1]).masked_fill(spoilt, torch.nan)
+    has_nan = (log_p + log_q).isnan().any(-1, keepdim=True)
+    log_p = log_p * torch.ones_like(log_q[..., :1]).masked_fill(has_nan, torch.nan)
     if tail:
         log_p, log_q = (
             torch.cat([x, _log_of_rest(x, torch.finfo(given.dtype).eps)], -1)
             for x, given in ((log_p, logprobs), (log_q, teacher))
         )
-    found = _divergence(log_p, log_q, divergence)
-    return found if logprobs.dtype == torch.float64 else found.float()
+    result = _divergence(log_p, log_q, divergence)
+    return result if logprobs.dtype == torch.float64 else result.float()
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, divergence: Divergence) -> Tensor:

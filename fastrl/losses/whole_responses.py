@@ -7,25 +7,68 @@ logits of whole units, responses or pairs, until then (3U); the others compute t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import forced
 from fastrl.backend.contract import Statistics
 from fastrl.base import checks
-from fastrl.linear.forward_gradient import Chunk, forward_gradient
-from fastrl.linear.head import Head
-from fastrl.linear.statistics import Order
-from fastrl.losses.call import LinearCall, PlannedCall, linear_call, over_tp_group, planned
-from fastrl.losses.linear import gradient_by_torch, spans_of
-from fastrl.losses.spread import TensorParallel
-from fastrl.objectives.dependence import ANY, RESPONSE
+from fastrl.base.responses import check_cu_seqlens, token_mask
+from fastrl.losses.linear import attached, chunks_of, order_by, spans_of
+from fastrl.losses.request import Request, linear_request, planned, statistics
+from fastrl.losses.spread import over_tp_group
+from fastrl.objectives.batch import Responses
+from fastrl.objectives.row_local import ANY, RESPONSE
 from fastrl.objectives.rows import TERMS
-from fastrl.operators.attach import attach_gradients
+from fastrl.passes.head import Order
 from fastrl.planning import plans
 from fastrl.planning.budget import BudgetTooSmall
+from fastrl.planning.plans import Plan
+
+
+class CheckedResponses(NamedTuple):
+    """The checked arguments that say which tokens belong to which response."""
+
+    targets: Tensor
+    """(R, T), or (N,) packed."""
+    mask: Tensor
+    """bool, like targets."""
+    responses: Responses
+
+    @classmethod
+    def of(cls, targets: object, mask: Tensor, cu_seqlens: object) -> CheckedResponses:
+        """Raises TypeError or ValueError for an argument of the wrong type, shape, device or value."""
+        targets = checks.tensor("targets", targets, (torch.int64,))
+        if cu_seqlens is None and targets.ndim != 2:
+            raise ValueError(
+                f"targets must have shape (responses, time) without cu_seqlens, got {tuple(targets.shape)}"
+            )
+        valid = token_mask(mask, "targets", targets)
+        checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, "targets", targets, valid)
+        return cls(targets, valid, Responses(targets.shape, checked, targets.device, mask))
+
+    def per_response(self, name: str, value: object) -> Tensor:
+        """The value, checked to be floating point with one number per response."""
+        value = checks.tensor(name, value)
+        checks.shape(name, value, (self.responses.count,), "one per response, summed")
+        checks.same_device(name, value, self.targets, "targets")
+        return value
+
+    def lengths(self) -> Tensor:
+        """(R,) float32, the number of valid tokens of each response."""
+        return self.responses.number(self.mask.reshape(-1), torch.float32)
+
+    def sums(self, logprobs: Tensor, also: Tensor | None = None) -> Tensor:
+        """(R,), of the valid tokens alone; logprobs (N,) are 0 at all others but those of `also`."""
+        if also is not None:  # not a product: a token outside the response may have any log-probability
+            logprobs = logprobs.where(self.mask.reshape(-1), 0.0)
+        return self.responses.sum(logprobs)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float64 if the device has it (Apple's GPUs do not): responses are few, so that digits cost nothing."""
+    return x.float() if x.device.type == "mps" else x.double()
 
 
 class _Loss(Protocol):
@@ -41,111 +84,77 @@ _L = TypeVar("_L", bound=_Loss)
 
 
 def loss_of_units(
-    hidden: Tensor,
-    weight: Tensor,
+    head: tuple[Tensor, Tensor, Tensor | None],
     targets: Tensor,
     mask: Tensor,
+    options: tuple[Any, ...],
     units: Tensor,
     count: int,
     loss_of: Callable[[Tensor], _L],
-    *,
-    tp_group: Any,
-    vocab_start: int | None,
-    vocab_size: int | None,
-    reduce_hidden_grad: bool,
-    **options: Any,
 ) -> _L:
     """A loss of the log-probabilities of targets, whose units do not depend on each other, by the plan that fits.
 
     Args:
-        hidden, weight, targets, mask, and the keywords: as in `linear_token_logprobs`; targets and mask are checked.
+        head: hidden, weight and bias.
+        targets, mask, options: as `linear_request` takes them; targets and mask are checked.
         units: (N,) int64 in [0, count), the unit of each token.
+        count: the number of units.
         loss_of: the loss of (N,) log-probabilities, which are 0 where masked. Its derivative in a token's is the same
             whatever the log-probabilities of other units are.
     """
-    tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
-    with tp.reporting():
-        call = linear_call(hidden, weight, targets, mask=mask, tp=tp, **options)
-        call = over_tp_group(call, tp, targets.shape)
-    by_plan, counts = _planned(call, units, count)
-    with plans.run(by_plan.inputs, by_plan.plan):
-        if by_plan.plan.name != "whole-response":
-            return loss_of(by_plan.statistics().logprobs)
-        return _whole_units(by_plan, units, counts, loss_of)
+    request = over_tp_group(linear_request(*head, targets, mask, *options), options[-1], targets.shape)
+    request, plan, counts = _planned(request, units, count)
+    with plans.run(plan):
+        if plan.name != "whole-response":
+            return loss_of(statistics(request, plan).logprobs)
+        return _whole_units(request, plan, units, counts, loss_of)
 
 
-def _planned(call: LinearCall, units: Tensor, count: int) -> tuple[PlannedCall, list[int]]:
+def _planned(request: Request, units: Tensor, count: int) -> tuple[Request, Plan, list[int]]:
     """The plan, and the number of valid tokens of each unit, for which the host synchronises, if it depends on that."""
-    if torch.compiler.is_compiling() or call.sampling_mask is not None or not any(call.needs):
-        return planned(call, ANY), []
-    valid = call.args.mask
+    if torch.compiler.is_compiling() or request.sampling_mask is not None or not any(request.needs):
+        return *planned(request, ANY), []
+    valid = request.mask
     ones = torch.ones(units.shape, dtype=torch.float64, device=units.device) if valid is None else valid.double()
     counts = [int(n) for n in ones.new_zeros(count).index_add_(0, units, ones).tolist()]
     try:
-        by_plan = planned(call, RESPONSE, rows=sum(counts), longest=max(counts, default=0))
-        if by_plan.plan.name == "whole-response":
-            return by_plan, counts
-    except BudgetTooSmall as whole:
+        whole = planned(request, RESPONSE, rows=sum(counts), longest=max(counts, default=0))
+        if whole[1].name == "whole-response":
+            return *whole, counts
+    except BudgetTooSmall as error:
         if plans.forced() == "whole-response":
             raise
         try:
-            return planned(call, ANY), []
+            return *planned(request, ANY), []
         except BudgetTooSmall as other:
-            raise min(whole, other, key=lambda error: error.least) from None
-    return planned(call, ANY), []
+            raise min(error, other, key=lambda error: error.least) from None
+    return *planned(request, ANY), []
 
 
-def _whole_units(by_plan: PlannedCall, units: Tensor, counts: list[int], loss_of: Callable[[Tensor], _L]) -> _L:
+def _whole_units(request: Request, plan: Plan, units: Tensor, counts: list[int], loss_of: Callable[[Tensor], _L]) -> _L:
     """The whole-response plan: a chunk holds the logits of whole units until their loss is known."""
-    call, backend = by_plan.call, forced()
-    needs = call.needs  # before autograd's function switches gradients off
-    targets, mask, transform = call.args
-    checks.targets_in_range(targets, mask, call.vocab)
-    spans = spans_of(counts, by_plan.plan.tiles["forward-gradient"].rows)
-    chunks, start = [], 0
-    for first, last in spans:
-        stop = start + sum(counts[first:last])
-        chunks.append(Chunk(start, stop, stop - start))
-        start = stop
-    used = _order(units, mask, spans, start)
+    checks.targets_in_range(request.targets, request.mask, request.vocab)
+    spans = spans_of(counts, plan.tiles["forward-gradient"].rows)
+    chunks, used = chunks_of(spans, counts, counts), _order(units, request.mask, spans, sum(counts))
 
     def coefficients(stats: Statistics, where: Tensor | slice, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
         with torch.enable_grad():
             logp = stats.logprobs.detach().requires_grad_()
             # Other chunks' log-probabilities are 0 here, which changes no derivative of this one's.
-            all_rows = logp if isinstance(where, slice) else logp.new_zeros(targets.shape).index_copy(0, where, logp)
+            none = logp.new_zeros(request.targets.shape)
+            all_rows = logp if isinstance(where, slice) else none.index_copy(0, where, logp)
             (c,) = torch.autograd.grad(loss_of(all_rows).loss, logp)
         c = c.contiguous()  # of one response it is one number, expanded
         return logp.new_zeros(len(TERMS), len(logp)), c, None
 
-    def run(*inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor]:
-        result, gradients = forward_gradient(
-            Head.of(inputs, call.head.vocab),
-            targets,
-            transform,
-            used,
-            chunks,
-            gradient_by_torch(coefficients, backend, call.shard),
-            needs,
-            len(chunks) <= 1,
-            backend,
-            call.shard,
-            call.float32_logits,
-        )
-        return loss_of(result.logprobs).loss, gradients, result.logprobs
-
-    loss, logprobs = attach_gradients(run, call.head.tensors, backend)
-    found: _L = loss_of(logprobs)._replace(loss=loss)
-    return found
+    arguments = (request, plan, used, chunks, coefficients, len(chunks) <= 1)
+    loss, result = attached(*arguments, lambda result: loss_of(result.logprobs).loss)
+    with_metrics: _L = loss_of(result.logprobs)._replace(loss=loss)
+    return with_metrics
 
 
 def _order(units: Tensor, mask: Tensor | None, spans: list[tuple[int, int]], count: int) -> Order:
     """The valid rows, span by span."""
-    total = units.shape[0]
-    if count == total and len(spans) <= 1:
-        return Order(None, total)
-    numbers = torch.tensor([number for number, span in enumerate(spans) for _ in range(*span)], dtype=torch.int64)
-    key = numbers.to(units.device, non_blocking=True)[units]
-    if mask is not None:
-        key = key.where(mask, len(spans))
-    return Order(key.argsort(stable=True)[:count], count)
+    if count == units.shape[0] and len(spans) <= 1:
+        return Order(None, count)
+    return order_by([number for number, span in enumerate(spans) for _ in range(*span)], units, mask, count)

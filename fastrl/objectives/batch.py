@@ -1,4 +1,9 @@
-"""A flattened batch of responses: the tokens of each response, the per-token inputs, and the weights w."""
+"""A flattened batch of responses: the tokens of each response, the per-token inputs, and the weights w.
+
+Responses come in three layouts: padded (B, T), packed (N,) with `cu_seqlens`, or one response (N,). All functions work
+on flattened tokens and a response number per token, so that the layouts share one code path and none of them needs the
+longest length on the host.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,162 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from fastrl.base import checks
 from fastrl.base.groups import group_numbers, group_total
-from fastrl.base.responses import INTEGER_DTYPES, Responses, check_cu_seqlens
-from fastrl.distributed.groups import agree
-from fastrl.distributed.responses import SpreadResponses
+from fastrl.base.responses import INTEGER_DTYPES, check_cu_seqlens
+from fastrl.distributed.groups import agree, gather
+from fastrl.distributed.sums import group_sum, whole_sum
 from fastrl.objectives.objective import Objective
+
+
+class Responses:
+    """The responses of a padded (G, T) or packed batch: sums per response, and their values spread over the tokens."""
+
+    def __init__(
+        self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device, mask: Tensor | None = None
+    ) -> None:
+        """`cu_seqlens` and `mask`, as given, are checked; masked tokens behind the last response become its own."""
+        self.count, self.length = 1, shape.numel()
+        self.offsets: Tensor | None = None
+        wrong = checks.wrong_mask(mask)
+        #: bool (): cu_seqlens or the mask are wrong, where they may not be read on the host
+        self.wrong = None if wrong is None else wrong.any()
+        if cu_seqlens is not None:
+            self.count = cu_seqlens.shape[0] - 1
+            self.offsets = given = cu_seqlens.long()
+            position = torch.arange(shape.numel(), device=device)
+            if not checks.values_are_checked(cu_seqlens):
+                # An index out of range would end the process's work on its GPU: results become NaN instead.
+                self.offsets = given.clamp(0, shape.numel()).cummax(0).values
+                behind = given[-1] < shape.numel() if mask is None else ((mask != 0) & (position >= given[-1])).any()
+                bad = (given != self.offsets).any() | (given[0] != 0) | behind
+                self.wrong = bad if self.wrong is None else self.wrong | bad
+            if mask is not None:
+                self.offsets[-1] = shape.numel()
+            self.owner = torch.searchsorted(self.offsets[1:].contiguous(), position, right=True)
+            if self.wrong is not None:
+                self.owner.clamp_max_(max(self.count - 1, 0))
+        elif len(shape) > 1:
+            self.count, self.length = shape[:-1].numel(), shape[-1]
+
+    #: Whether further tokens of these responses lie on other ranks (`fastrl.objectives.batch`).
+    over_ranks = False
+
+    def sum(self, *summands: Tensor) -> Tensor:
+        """(N,) each -> (G,): their sums over each response, in a fixed order, added up; 0 for an empty response."""
+        return self.ranks_sum(sum(map(self._own_sum, summands[1:]), start=self._own_sum(summands[0])))
+
+    def _own_sum(self, x: Tensor) -> Tensor:
+        if self.offsets is None:
+            return self.right(x.reshape(self.count, self.length).sum(-1))
+        if x.numel() == 0:
+            return x.new_zeros(self.count) + x.sum()
+        return self.right(torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, axis=0))
+
+    def right(self, y: Tensor) -> Tensor:
+        """y of any shape, or NaN if cu_seqlens do not divide the tokens, or the mask holds neither 0 nor 1."""
+        return y if self.wrong is None or not y.is_floating_point() else y.masked_fill(self.wrong, torch.nan)
+
+    def ranks_sum(self, x: Tensor) -> Tensor:
+        """x, which was computed from these tokens, summed over all ranks that hold tokens of the responses."""
+        return x
+
+    def all_tokens(self, x: Tensor, filler: float) -> Tensor:
+        """(..., N) -> (..., M): all tokens' values, without a gradient; of `filler` any number, between them."""
+        return x
+
+    def number_of_all(self, own: int) -> int:
+        """M of `all_tokens`, for `own` tokens of this batch."""
+        return own
+
+    def own_of_all(self, x: Tensor, own: int) -> Tensor:
+        """(M,) -> (N,): of values in the order of `all_tokens` those of this batch's `own` tokens."""
+        return x
+
+    def totals(self, loss: Tensor, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss 0-dim, sums (k,) and maxima (m,) over all tokens from those over these tokens.
+
+        The gradient of the loss alone stays, with respect to these tokens.
+        """
+        return loss, sums, largest
+
+    def spread(self, y: Tensor) -> Tensor:
+        """(G,) -> (N,): each token gets its response's value."""
+        return self.shared(y).reshape(-1)
+
+    def shared(self, y: Tensor) -> Tensor:
+        """`spread` without a copy if it can be: (N,), or a view (G, T)."""
+        return y[:, None].expand(self.count, self.length) if self.offsets is None else self.right(y)[self.owner]
+
+    def number(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+        """(N,) bool -> (G,): how many of these tokens are chosen."""
+        if self.offsets is None:
+            return chosen.reshape(self.count, self.length).sum(-1, dtype=dtype)
+        return self._own_sum(chosen.to(dtype))
+
+    def owners(self, device: torch.device) -> Tensor:
+        """(N,) int64: the response of each token."""
+        if self.offsets is not None:
+            return self.owner
+        return torch.arange(self.count, device=device).repeat_interleave(self.length)
+
+
+def responses_of(name: str, tokens: Tensor, cu_seqlens: Tensor | None, mask: Tensor) -> Responses:
+    """The responses that the tokens belong to.
+
+    Args:
+        name: the name of `tokens` in errors.
+        tokens: `(B, T)`; or `(N,)`, packed if `cu_seqlens` is given and otherwise one response.
+        cu_seqlens: int32 `(B+1,)`, the start of each packed response, and the end of the last.
+        mask: like `tokens`, checked by `token_mask`, but as given.
+
+    Raises:
+        TypeError, ValueError: as `check_cu_seqlens`, and for another number of dimensions.
+    """
+    if cu_seqlens is None and tokens.ndim not in (1, 2):
+        raise ValueError(f"{name} must have shape (responses, time) or (tokens,), got {tuple(tokens.shape)}")
+    checked = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, name, tokens, mask)
+    return Responses(tokens.shape, checked, tokens.device, mask)
+
+
+class SpreadResponses(Responses):
+    """This rank's tokens of each response; every sum runs over the tokens of all ranks, one collective each.
+
+    Nothing here depends on which tokens a rank holds, nor on their order. The number of responses and their order are
+    the same on every rank; a response may have no tokens on some.
+    """
+
+    over_ranks = True
+
+    def __init__(self, own: Responses, group: ProcessGroup, sizes: list[int]) -> None:
+        """`sizes`: by rank, how many tokens it holds, masked ones included."""
+        vars(self).update(vars(own))
+        self._group, self._sizes = group, sizes
+
+    def ranks_sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks; differentiable, by all ranks together."""
+        return group_sum(x, self._group)
+
+    def all_tokens(self, x: Tensor, filler: float) -> Tensor:
+        """(..., N) -> (..., ranks * the largest N): the values of all tokens, each rank's filled up with `filler`."""
+        missing = max(self._sizes) - x.shape[-1]
+        return gather(pad(x.detach(), (0, missing), value=filler), self._group).movedim(0, -2).flatten(-2)
+
+    def number_of_all(self, own: int) -> int:
+        """The largest N of a rank, times the number of ranks."""
+        return len(self._sizes) * max(self._sizes)
+
+    def own_of_all(self, x: Tensor, own: int) -> Tensor:
+        """(ranks * the largest N,) -> (N,): this rank's."""
+        first = self._group.rank() * max(self._sizes)
+        return x[first : first + own]
+
+    def totals(self, loss: Tensor, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The whole loss 0-dim, sums (k,) and maxima (m,), from those of each rank's tokens; one collective."""
+        whole, maxima = whole_sum(torch.cat([loss[None], sums.to(loss.dtype)]), largest, self._group)
+        return whole[0], whole[1:].detach().to(sums.dtype), maxima
 
 
 @dataclass
@@ -31,15 +185,15 @@ class Batch:
     has_mask: bool
     advantages: Tensor
     per_response: bool  # the caller passed one advantage per response
-    old: Tensor | None
-    ref: Tensor | None
-    rollout: Tensor | None
-    token_weights: Tensor | None
-    entropy_weights: Tensor | None
-    entropy_threshold: Tensor | None
     counts: Tensor  # (G,) the number of valid tokens per response, on all ranks that hold some
     tokens: Tensor  # 0-dim, the number of valid tokens, on all ranks that hold some
     own_tokens: Tensor  # 0-dim, the number of valid tokens of this batch
+    old: Tensor | None = None
+    ref: Tensor | None = None
+    rollout: Tensor | None = None
+    token_weights: Tensor | None = None
+    entropy_weights: Tensor | None = None
+    entropy_threshold: Tensor | None = None  # 0-dim
     groups: Tensor | None = None  # (G,) int64, the number of each response's prompt, from 0 on
     positions: Tensor | None = None  # (N,) int64, the order of each response's tokens where they lie over ranks
     draws: Tensor | None = None  # (M,) float64, a CovarianceClip's number of each token, in the order of all_tokens
@@ -97,6 +251,21 @@ class Batch:
             batch = replace(batch, advantages=flat.contiguous(), per_response=False)
         return batch
 
+    def check_requirements(self, objective: Objective, has_entropy: bool) -> None:
+        """Raises ValueError if the objective needs an input that the caller did not give."""
+        if self.ref is None and objective.kl is not None and objective.kl.needs_reference:
+            raise ValueError(f"ref_logprobs is needed by the objective's KL term ({objective.kl.kind}), got None")
+        if objective.rollout_correction is not None and self.rollout is None:
+            raise ValueError("rollout_logprobs is needed by the objective's rollout_correction, got None")
+        if has_entropy:
+            return
+        if (
+            objective.has_entropy_term
+            or objective.top_entropy_fraction is not None
+            or self.entropy_threshold is not None
+        ):
+            raise ValueError("entropy is needed by the objective's entropy terms, got None")
+
     def aggregation_weights(self, objective: Objective, denominator: float | Tensor | None) -> Tensor:
         """w (N,): the aggregation's weight of each token, 0 where masked; NaN if the mask or cu_seqlens are wrong.
 
@@ -120,30 +289,13 @@ class Batch:
         elif objective.aggregate == "seq-mean-token-sum-norm" and objective.max_length:
             divisor = divisor * objective.max_length
         if isinstance(divisor, Tensor) and divisor.dim():
-            weights = self.responses.divided(self.mask, divisor)
+            each = self.responses.shared(divisor)
+            weights = (self.mask.view_as(each) / each).reshape(-1)
             if isinstance(denominator, Tensor) and denominator.dim():  # it may be 0 for a response without tokens
                 weights = weights.where(self.mask, 0.0)
         else:  # a number would divide in the default dtype
             weights = (self.mask if isinstance(divisor, Tensor) else self.mask.to(counts.dtype)) / divisor
         return self.responses.right(weights)
-
-
-def _per_token(name: str, value: object, targets: Tensor, targets_name: str, dtype: torch.dtype) -> Tensor | None:
-    """Checks an optional tensor shaped like the targets, detaches and flattens it."""
-    if value is None:
-        return None
-    value = checks.tensor(name, value)
-    checks.shape(name, value, targets.shape, f"the shape of {targets_name}")
-    checks.same_device(name, value, targets, targets_name)
-    return value.detach().to(dtype).reshape(-1).contiguous()
-
-
-def _threshold(value: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number or a 0-dim tensor as a 0-dim tensor; torch.full, unlike as_tensor, does not wait for a GPU."""
-    value = checks.scalar("entropy_threshold", value)
-    if not isinstance(value, Tensor):
-        return torch.full((), value, dtype=dtype, device=device)
-    return value.detach().to(device=device, dtype=dtype)
 
 
 def make_batch(
@@ -181,46 +333,47 @@ def make_batch(
             f" of {targets_name}; got {tuple(advantages.shape)}"
         )
     flat = advantages.detach().to(dtype)
-    given = {
-        "advantages": flat,
-        "old": _per_token("old_logprobs", old_logprobs, targets, targets_name, dtype),
-        "ref": _per_token("ref_logprobs", ref_logprobs, targets, targets_name, dtype),
-        "rollout": _per_token("rollout_logprobs", rollout_logprobs, targets, targets_name, dtype),
-        "token_weights": _per_token("token_weights", token_weights, targets, targets_name, dtype),
-        "entropy_weights": _per_token("entropy_weights", entropy_weights, targets, targets_name, dtype),
-    }
-    present = {name: value for name, value in given.items() if value is not None}
     spread = responses.spread if checked is None else responses.shared
-    present["advantages"] = spread(flat) if per_response else flat.reshape(-1)
+    flattened = {"advantages": spread(flat) if per_response else flat.reshape(-1)}
+    for field, name, value in (
+        ("old", "old_logprobs", old_logprobs),
+        ("ref", "ref_logprobs", ref_logprobs),
+        ("rollout", "rollout_logprobs", rollout_logprobs),
+        ("token_weights", "token_weights", token_weights),
+        ("entropy_weights", "entropy_weights", entropy_weights),
+    ):
+        if value is not None:
+            value = checks.same_layout(name, value, targets, targets_name)
+            flattened[field] = value.detach().to(dtype).reshape(-1).contiguous()
     if checked is not None:  # all at once: for small batches, a GPU waits for the launch of each operation
-        stacked = torch.stack([x.view_as(present["advantages"]) for x in present.values()]).flatten(1)
-        present = dict(zip(present, stacked.masked_fill_(~counted, 0.0).unbind(), strict=True))
+        stacked = torch.stack([x.view_as(flattened["advantages"]) for x in flattened.values()]).flatten(1)
+        flattened = dict(zip(flattened, stacked.masked_fill_(~counted, 0.0).unbind(), strict=True))
+    flattened["advantages"] = flattened["advantages"].contiguous()
     if position_ids is not None:
-        position_ids = checks.tensor("position_ids", position_ids, INTEGER_DTYPES)
-        checks.shape("position_ids", position_ids, targets.shape, f"the shape of {targets_name}")
-        checks.same_device("position_ids", position_ids, targets, targets_name)
+        position_ids = checks.same_layout("position_ids", position_ids, targets, targets_name, INTEGER_DTYPES)
         position_ids = position_ids.long().reshape(-1)
     groups = None
     if group_ids is not None:
         groups = group_numbers(group_ids, responses.count, targets.device, targets_name)
-    threshold = None if entropy_threshold is None else _threshold(entropy_threshold, dtype, targets.device)
+    if entropy_threshold is not None:
+        entropy_threshold = checks.scalar("entropy_threshold", entropy_threshold)
+        if isinstance(entropy_threshold, Tensor):
+            entropy_threshold = entropy_threshold.detach().to(device=targets.device, dtype=dtype)
+        else:  # torch.full, unlike as_tensor, does not wait for a GPU
+            entropy_threshold = torch.full((), entropy_threshold, dtype=dtype, device=targets.device)
     counts = responses.number(counted, dtype)
+    tokens = counts.sum()
     return Batch(
-        shape=targets.shape,
-        responses=responses,
-        mask=counted,
+        targets.shape,
+        responses,
+        counted,
         has_mask=checked is not None,
-        advantages=present["advantages"].contiguous(),
         per_response=per_response,
-        old=present.get("old"),
-        ref=present.get("ref"),
-        rollout=present.get("rollout"),
-        token_weights=present.get("token_weights"),
-        entropy_weights=present.get("entropy_weights"),
-        entropy_threshold=threshold,
+        entropy_threshold=entropy_threshold,
         counts=counts,
-        tokens=(tokens := counts.sum()),
+        tokens=tokens,
         own_tokens=tokens,
         groups=groups,
         positions=position_ids,
+        **flattened,
     )

@@ -1,15 +1,13 @@
-"""Evaluates an objective and its metrics on log-probabilities in torch, differentiable by autograd.
+"""Evaluates an objective on log-probabilities in torch, differentiable by autograd.
 
-If tokens do not depend on each other, the fused paths run the same formulas inside kernels (`row_objective` prepares
-the kernels' arguments); otherwise they use this file. The formulas' derivatives are those that the kernels use;
+If tokens do not depend on each other, the fused paths run the same formulas inside kernels (`row_local`); otherwise
+they use this file. The formulas' derivatives are those that the kernels use;
 autograd carries them from the ratio's level to the log-probabilities.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +17,11 @@ from fastrl.base.derivative import with_derivative
 from fastrl.objectives import formulas as f
 from fastrl.objectives.batch import Batch
 from fastrl.objectives.gates import DETACHED_GATES, GATE_FORMULAS
-from fastrl.objectives.objective import KL_FORMULAS, CovarianceClip, CovarianceKL, Objective, RolloutCorrection
-from fastrl.objectives.other_tokens import chosen_by_covariance, drawn, future_weights
+from fastrl.objectives.objective import KL_FORMULAS, CovarianceClip, CovarianceKL, Objective
+from fastrl.objectives.other_tokens import chosen_by_covariance, future_weights
 from fastrl.objectives.presets import PRESETS
-from fastrl.objectives.rows import MARKS, NO_CORRECTION, TERMS, RowInputs, RowObjective
+from fastrl.objectives.row_local import log_rho, product, rollout_weights
+from fastrl.objectives.rows import MARKS
 
 
 class LossContext(NamedTuple):
@@ -74,23 +73,6 @@ def settings_of(objective: Objective | CustomObjective) -> Objective:
     )
 
 
-def check_requirements(objective: Objective, batch: Batch, has_entropy: bool) -> None:
-    """Raises ValueError if the objective needs an input that the caller did not give."""
-    if objective.kl is not None and objective.kl.needs_reference and batch.ref is None:
-        raise ValueError(f"ref_logprobs is needed by the objective's KL term ({objective.kl.kind}), got None")
-    if objective.rollout_correction is not None and batch.rollout is None:
-        raise ValueError("rollout_logprobs is needed by the objective's rollout_correction, got None")
-    wants = objective.has_entropy_term or objective.top_entropy_fraction is not None
-    if not has_entropy and (wants or batch.entropy_threshold is not None):
-        raise ValueError("entropy is needed by the objective's entropy terms, got None")
-
-
-def with_draws(objective: Objective | CustomObjective, batch: Batch) -> Batch:
-    """The batch with what its call draws at random, once, however often the objective is then evaluated."""
-    rule = objective.covariance if isinstance(objective, Objective) else None
-    return replace(batch, draws=drawn(rule, batch)) if isinstance(rule, CovarianceClip) else batch
-
-
 def _token_ratio(logp: Tensor, baseline: Tensor, bound: float) -> _Ratio:
     """The token-level log-ratio."""
     raw = f.difference(logp, baseline)
@@ -129,23 +111,6 @@ def _ratio(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> _Ra
     return _Ratio(log, active, level, clamped)
 
 
-def _log_rho(correction: RolloutCorrection, batch: Batch, old: Tensor) -> Tensor:
-    """log rho (N,) at the correction's level, detached, not clamped."""
-    log_rho: Tensor = f.difference(old.detach(), batch.rollout)
-    if correction.level == "token":
-        return log_rho
-    total = batch.responses.sum(log_rho.where(batch.mask, 0.0))
-    if correction.level == "sequence-mean":
-        total = total / batch.counts.clamp_min(1)
-    return batch.responses.spread(total)
-
-
-def _rollout_weights(correction: RolloutCorrection, log_rho: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Detached rollout-correction weights (N,), and 1 where log rho was clamped."""
-    clamped = f.clamp(log_rho, bound)
-    return f.rollout_weight(clamped, *correction.parameters()), 1 - f.within(log_rho, clamped)
-
-
 def _off_policy_mask(objective: Objective, batch: Batch, logp: Tensor, old: Tensor) -> Tensor | None:
     """1 for tokens that DeepSeek-V3.2's sequence mask drops (A < 0 in a response that drifted beyond delta), else 0."""
     if objective.off_policy_delta is None:
@@ -182,10 +147,10 @@ def _token_weights(
     objective: Objective, batch: Batch, token: _Ratio, old: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor]]:
     """omega (N,) or None for ones, the off-policy mask, log rho, and of each exponent 1 where it was clamped."""
-    correction, log_rho, rho, rho_clamped = objective.rollout_correction, None, None, None
+    correction, raw_rho, rho, rho_clamped = objective.rollout_correction, None, None, None
     if correction is not None:
-        log_rho = _log_rho(correction, batch, old)
-        rho, rho_clamped = _rollout_weights(correction, log_rho, objective.max_log_ratio)
+        raw_rho = log_rho(correction, batch, old)
+        rho, rho_clamped = rollout_weights(correction, raw_rho, objective.max_log_ratio)
     future, future_clamped = None, None
     if objective.future_kl is not None and batch.old is not None:  # on-policy it is 1
         future, future_clamped = future_weights(objective.future_kl, batch, token.log, objective.max_log_ratio)
@@ -194,13 +159,7 @@ def _token_weights(
     high_entropy = None if entropy is None else _entropy_weights(objective, batch, entropy)
     kept = None if dropped is None else 1 - dropped
     clamped = [x for x in (rho_clamped, future_clamped) if x is not None]
-    return _product(batch.token_weights, rho, kept, high_entropy, future), dropped, log_rho, clamped
-
-
-def _product(*factors: Tensor | None) -> Tensor | None:
-    """The product of the factors that are not None; None if all are."""
-    present = [factor for factor in factors if factor is not None]
-    return math.prod(present[1:], start=present[0]) if present else None
+    return product(batch.token_weights, rho, kept, high_entropy, future), dropped, raw_rho, clamped
 
 
 def _kl(objective: Objective, batch: Batch, logp: Tensor, old: Tensor, token: _Ratio) -> tuple[Tensor, Tensor]:
@@ -242,7 +201,7 @@ def objective_loss(
     own = settings.ratio == "token" and (batch.rollout is None or not settings.gate.reads_rollout)
     token = ratio if own else _token_ratio(logp, old, settings.max_log_ratio)
     clamped = ratio.clamped
-    omega, dropped, log_rho, omega_clamped = _token_weights(settings, batch, token, old, entropy)
+    omega, dropped, raw_rho, omega_clamped = _token_weights(settings, batch, token, old, entropy)
     chosen = None
     kept = weighted = weights if omega is None else weights * omega
     if isinstance(objective, Objective):
@@ -279,7 +238,7 @@ def objective_loss(
         approx_kl = f.kl_old_new_value(token.log, token.log)
         rest = torch.stack([policy, kl, ratio.log.exp(), weight, side, approx_kl, clamped])
         rest = rest.where(batch.mask, 0.0)
-    marks = {name: x for name, x in zip(MARKS, (dropped, chosen, log_rho), strict=True) if x is not None}
+    marks = {name: x for name, x in zip(MARKS, (dropped, chosen, raw_rho), strict=True) if x is not None}
     return torch.cat([loss.where(batch.mask, 0.0)[None], rest]), marks
 
 
@@ -328,144 +287,3 @@ def _custom_value(
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"objective must return a per-token loss of shape {tuple(batch.shape)}, got {got}")
     return value.reshape(-1).to(logp.dtype)
-
-
-#: The metrics of rho that are means over tokens, and sums that others are made of.
-_OF_RHO = ("rho", "rho^2", "rollout_log_weight_mean", "rollout_frac_low", "rollout_frac_high", "rollout_frac_rejected")
-
-
-def _raw_weights(correction: RolloutCorrection, batch: Batch, log_rho: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Of rho before any bound: the sums of _OF_RHO over the valid tokens (6,), and the largest |log rho| (1,)."""
-    log_rho = log_rho.where(batch.mask, 0.0)
-    limited = f.clamp(log_rho, 30.0)  # so that float32 holds the sum of rho^2 over any batch
-    raw, rho = limited.exp(), f.clamp(log_rho, bound).exp()
-    low, high = correction.kept
-    rejected = (rho < low) | (rho > high)
-    rows = (raw, raw.square(), limited, rho < correction.low, rho > correction.high, rejected)
-    sums = torch.stack([x.to(rho.dtype) for x in rows]).where(batch.mask, 0.0).sum(-1)
-    largest = torch.linalg.vector_norm(log_rho, torch.inf) if log_rho.numel() else log_rho.sum()
-    return sums.float(), largest.float()[None]
-
-
-def loss_and_metrics(
-    objective: Objective | CustomObjective,
-    loss: Tensor,
-    terms: Tensor,
-    batch: Batch,
-    logp: Tensor,
-    entropy: Tensor | None,
-    marks: Mapping[str, Tensor],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss over all ranks' tokens, and detached float32 scalars: means over valid tokens, and counts. No host sync.
-
-    loss (0-dim) is that of this batch; terms (len(TERMS), N), logp, entropy and the marks that are counted, all (N,),
-    are 0 where masked. A kernel that finds a token's rho itself leaves no log rho in the marks.
-    """
-    terms = terms.detach().float()
-    ratio, side = terms[TERMS.index("ratio")], terms[TERMS.index("side")]
-    zero = torch.zeros((), dtype=torch.float32, device=terms.device)
-    # Few operations, each over all terms: for small batches, a GPU waits for the launch of each operation.
-    more = {"clipped": torch.linalg.vector_norm(side, 1)}  # side is +1, -1 or 0, so its sum separates the two
-    if entropy is not None:
-        more["entropy"] = entropy.detach().float().sum()
-    counted = {name: x for name, x in marks.items() if name != "log_rho"}
-    more |= {name: x.float().sum() for name, x in counted.items()}
-    maxima = (ratio.amax() if terms.shape[1] else zero)[None]
-    settings = settings_of(objective)
-    correction = settings.rollout_correction
-    if correction is not None:
-        log_rho = marks.get("log_rho")
-        if log_rho is None:
-            log_rho = _log_rho(correction, batch, logp if batch.old is None else batch.old)
-        of_rho, largest = _raw_weights(correction, batch, log_rho, settings.max_log_ratio)
-        more |= dict(zip(_OF_RHO, of_rho.unbind(), strict=True))
-        maxima = torch.cat([maxima, largest])
-    sums = torch.cat([terms.sum(-1), *(x[None] for x in more.values())])
-    loss, sums, maxima = batch.responses.totals(loss, sums, maxima)
-    tokens = batch.tokens.float()
-    names = (*TERMS, *more)
-    total = dict(zip(names, sums.unbind(), strict=True))
-    mean = dict(zip(names, (sums / tokens.clamp_min(1)).unbind(), strict=True))
-    clipped_high = torch.lerp(mean["side"], mean["clipped"], 0.5)
-    return loss, {
-        "policy_loss": total["policy"],
-        "kl": mean["kl"],
-        "entropy": torch.full_like(zero, torch.nan) if entropy is None else mean["entropy"],
-        "ratio_mean": mean["ratio"],
-        "ratio_max": maxima[0],
-        "clip_frac": mean["clipped"],
-        "clip_frac_low": mean["clipped"] - clipped_high,
-        "clip_frac_high": clipped_high,
-        "gate_mean": mean["weight"],
-        "approx_kl": mean["approx_kl"],
-        "ratio_clamped": total["clamped"],
-        "masked_off_policy": zero,
-        **{name: total[name] for name in counted},
-        **({} if correction is None else _correction_metrics(mean, maxima[1])),
-        "tokens": tokens,
-    }
-
-
-def _correction_metrics(mean: Mapping[str, Tensor], largest: Tensor) -> dict[str, Tensor]:
-    """What a rollout correction adds to the metrics."""
-    return {
-        "rollout_weight_mean": mean["rho"],
-        "rollout_ess": effective_share(mean["rho"], mean["rho^2"]),
-        **{name: mean[name] for name in _OF_RHO[2:]},
-        "rollout_abs_log_weight_max": largest,
-    }
-
-
-def effective_share(mean: Tensor, mean_square: Tensor) -> Tensor:
-    """The effective sample size of weights as a share of their number: `mean^2 / mean_square`, 0 if there are none."""
-    return (mean * torch.nan_to_num(mean / mean_square)).clamp_max(1.0)  # rounding may take it above 1
-
-
-def _weights_beside_policy(objective: Objective, weights: Tensor, policy: Tensor) -> Tensor | None:
-    """The weights (N,) of what moves a token whatever its advantage is: the KL term, or KL-Cov's, which torch forms."""
-    if isinstance(objective.covariance, CovarianceKL):
-        return weights
-    kl = objective.kl
-    return None if kl is None else ((policy if kl.weighted else weights) * f.detach(kl.coef)).contiguous()
-
-
-def row_objective(
-    objective: Objective, batch: Batch, weights: Tensor
-) -> tuple[RowObjective, RowInputs, Tensor | None, dict[str, Tensor]]:
-    """A row-local objective as the kernels take it, 1 where an exponent was clamped outside the kernels, and marks.
-
-    weights (N,) are the aggregation's. On-policy, the ratio is 1 at every level and the coefficients are those of the
-    token level, so the kernels implement the token level only.
-    """
-    omega = batch.token_weights
-    correction, kl, clamped = objective.rollout_correction, objective.kl, None
-    marks: dict[str, Tensor] = {}
-    weighted = kl is not None and kl.weighted
-    in_kernel = correction is not None and correction.level == "token" and not weighted
-    if correction is not None and batch.old is not None and not in_kernel:
-        marks["log_rho"] = _log_rho(correction, batch, batch.old)
-        rho, clamped = _rollout_weights(correction, marks["log_rho"], objective.max_log_ratio)
-        omega = _product(omega, rho)
-    policy = (weights if omega is None else weights * omega).contiguous()
-    entropy_weights = None
-    if objective.has_entropy_term:
-        on_entropy = weights if batch.entropy_weights is None else batch.entropy_weights
-        entropy_weights = (on_entropy * f.detach(objective.entropy_coef)).contiguous()
-    spec = RowObjective(
-        gate=objective.gate.formula,
-        gate_parameters=objective.gate.parameters(),
-        kl="none" if kl is None else kl.kind,
-        rollout_parameters=correction.parameters() if correction is not None and in_kernel else NO_CORRECTION,
-        max_log_ratio=objective.max_log_ratio,
-    )
-    inputs = RowInputs(
-        advantages=batch.advantages.contiguous(),
-        policy_weights=policy,
-        old=batch.old,
-        ref=batch.ref if kl is not None and kl.needs_reference else None,
-        rollout=batch.rollout if in_kernel or objective.gate.reads_rollout else None,
-        kl_weights=_weights_beside_policy(objective, weights, policy),
-        entropy_weights=entropy_weights,
-        entropy_threshold=batch.entropy_threshold,
-    )
-    return spec, inputs, clamped, marks

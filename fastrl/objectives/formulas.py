@@ -352,33 +352,13 @@ def possible(logp):
 
 
 def token_terms(
-    gate_value,
-    gate_weight,
-    gate_side,
-    gate_baseline,
-    kl_value,
-    kl_gradient,
-    logp,
-    entropy,
-    old,
-    ref,
-    rollout,
-    advantage,
-    policy_weight,
-    kl_weight,
-    entropy_weight,
-    entropy_threshold,
-    p0,
-    p1,
-    p2,
-    p3,
-    rollout_low,
-    rollout_high,
-    reject_low,
-    reject_high,
-    max_log_ratio,
+    gate_value, gate_weight, gate_side, gate_baseline, kl_value, kl_gradient, logp, entropy, inputs, numbers
 ):
-    # Absent inputs arrive as neutral values: old = logp, ref = logp, rollout = old, entropy_threshold = -1e30.
+    # In the order of RowInputs and Numbers (rows.py). Absent inputs arrive as neutral values: old = logp, ref = logp,
+    # rollout = old, weights of 0, entropy_threshold = -1e30.
+    advantage, policy_weight, old, ref, rollout, kl_weight, entropy_weight, entropy_threshold = inputs
+    p0, p1, p2, p3, rollout_low, rollout_high, reject_low, reject_high, max_log_ratio = numbers
+
     raw = difference(logp, gate_baseline(old, rollout))
     log_ratio = clamp(raw, max_log_ratio)
     free = within(raw, log_ratio)

@@ -14,22 +14,31 @@ TERMS = ("loss", "policy", "kl", "ratio", "weight", "side", "approx_kl", "clampe
 #: What metrics read of each token beside the terms: marks, under the name of the metric that counts them, and log rho.
 MARKS = ("masked_off_policy", "chosen_by_covariance", "log_rho")
 
-#: The rollout parameters of no correction: the weight is 1.
-NO_CORRECTION = (1.0, 1.0, 0.0, math.inf)
 
+class Numbers(NamedTuple):
+    """The numbers of an objective's formulas, handed on in this order to where `token_terms` names them again."""
 
-class RowObjective(NamedTuple):
-    """A row-local objective as kernels take it: the names of its formulas and their parameters."""
-
-    gate: str  # a key of fastrl.objectives.gates.GATE_FORMULAS
-    gate_parameters: tuple[float, float, float, float]
-    kl: str = "none"  # a key of fastrl.objectives.objective.KL_FORMULAS
-    rollout_parameters: tuple[float, float, float, float] = NO_CORRECTION  # see RolloutCorrection.parameters
+    p0: float = 0.0  # p0..p3: the parameters of the gate
+    p1: float = 0.0
+    p2: float = 0.0
+    p3: float = 0.0
+    rollout_low: float = 1.0  # see RolloutCorrection.parameters; without a correction the weight is 1
+    rollout_high: float = 1.0
+    reject_low: float = 0.0
+    reject_high: float = math.inf
     max_log_ratio: float = 20.0
 
 
+class RowObjective(NamedTuple):
+    """A row-local objective as kernels take it: the names of its formulas, and their numbers."""
+
+    gate: str  # a key of fastrl.objectives.gates.GATE_FORMULAS
+    kl: str = "none"  # a key of fastrl.objectives.objective.KL_FORMULAS
+    numbers: tuple[float, ...] = Numbers()  # its names are lost where it is an operator's argument, a list of floats
+
+
 class RowInputs(NamedTuple):
-    """The inputs of a row-local objective, (N,) float32 unless noted; None = absent."""
+    """The inputs of a row-local objective, (N,) float32 unless noted; None = absent. `token_terms` has their order."""
 
     advantages: Tensor
     policy_weights: Tensor  # aggregation weight x token weights

@@ -52,6 +52,7 @@ def parse_budget(value: object, name: str = "memory_budget") -> int | None:
     return size
 
 
+@cache
 def default_budget(device: str, index: int | None = None) -> int:
     """What a call without a budget may take: a sixteenth of the device's memory in bytes, in use or not."""
     return memory_bytes(device, index) // 16

@@ -10,13 +10,13 @@ import torch
 
 from fastrl.base import checks
 from fastrl.base.devices import CPU, H100
-from fastrl.objectives.dependence import ANY, TOKEN, Given, scope, slopes
 from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO
+from fastrl.objectives.row_local import ANY, TOKEN, Given, scope, slopes
 from fastrl.planning.budget import default_budget, parse_budget, text
-from fastrl.planning.plans import Call, Plan, applicable, choose, least_budget, plan_within
+from fastrl.planning.plans import Plan, applicable, choose, least_budget, plan_within
 from fastrl.planning.prices import plan_seconds
-from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher
+from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher
 
 #: The dtypes of hidden states and weight, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -21,17 +21,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from fastrl.backend.choice import fastest
 from fastrl.backend.torch.rows import BLOCK_ENTRIES
-from fastrl.base.devices import Device
-from fastrl.objectives.dependence import ANY, BATCH, SPREAD, TOKEN
+from fastrl.objectives.row_local import ANY, BATCH, SPREAD, TOKEN
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, text
-from fastrl.planning.tiling import NO_TEACHER, Needs, Pass, PassBudget, Sizes, Teacher, Tile
+from fastrl.planning.tiling import Call, Needs, Pass, Tile
 
 PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
 
@@ -45,93 +44,107 @@ _BLOCK_COPIES = 12  # float32 tensors of a block's size that plain torch holds a
 _SLACK = 1 << 20  # rounding up by allocators, and small copies by libraries
 _CORES = os.cpu_count() or 1
 _forced: str | None = None
-_running: ContextVar[tuple[Call, Plan] | None] = ContextVar("running", default=None)
+#: The plan that runs now.
+running: ContextVar[Plan | None] = ContextVar("running", default=None)
 
 
-@dataclass(frozen=True)
-class Call:
-    """The properties of a call that the choice of a plan depends on."""
-
-    rows: int  # number of valid tokens, or an upper bound
-    hidden: int
-    vocab: int
-    dtype: torch.dtype
-    device: str
-    needs: Needs
-    scope: str = TOKEN
-    longest: int = 0  # tokens of the longest response, if the scope is a response
-    slopes: int = 1  # vectors that frozen-head keeps per row: 2 if the entropy has a gradient
-    all_rows: int = 0  # rows of the inputs, masked ones included; 0: all are valid
-    copied: int = 0  # bytes of inputs that were copied before the plan starts
-    padding: int = 0  # rows of the head that are not entries of the vocabulary, whose gradient is 0
-    support_entries: int = 0  # recorded ids over all tokens; if not 0, `rows` counts the tokens without a support
-    backend: str = ""  # "": the fastest on the device
-    index: int | None = None  # of the device, if there are several; None: the current one
-    shards: int = 1  # devices over which the vocabulary lies; `vocab` is the size of the largest shard
-    partial: bool = False  # whether dL/dhidden is summed over these
-    teacher: Teacher = NO_TEACHER  # of a divergence between two heads
-    gathered: int = 0  # entries whose log-probabilities are asked for beside targets, over all tokens
-    float32_logits: bool = False  # whether tiles of logits are float32 although the head is narrower
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes from which tiles are chosen."""
-        size = (self.rows, self.hidden, self.vocab, self.dtype.itemsize, self.device, self.dtype == torch.float16)
-        return Sizes(*size, self.needs.weight, self.shards, self.partial, self.teacher, self.float32_logits)
-
-    def held(self, name: str) -> int:
-        """Temporary memory of a plan outside its passes: per-row values, and what is kept for the backward."""
-        per_row = _ROW_BYTES_ALONE if self.scope == ANY else _ROW_BYTES.get(name, _ROW_BYTES_IN_TORCH)
-        total = self.copied + _SLACK + self._scratch(name)
-        total += _ENTRY_BYTES * self.support_entries + _GATHERED_BYTES * self.gathered
-        narrow = self.dtype.itemsize < 4
-        if name == "frozen-head":
-            per_row += self.slopes * self.hidden * self.dtype.itemsize
-        if self.needs.bias:
-            total += 12 * (self.vocab + self.padding)
-        if name in ("forward-gradient", "whole-response") and self.needs.weight and narrow:
-            total += 4 * self.padding * self.hidden  # its rows in the float32 sums
-        if self.shards > 1:  # the statistics of all shards
-            per_row += 16 * (self.shards + 4)
-        if self.partial and self.support_entries and self.needs.hidden and narrow:
-            per_row += 4 * self.hidden  # the sum of dL/dhidden over the devices
-        if self.device == "cuda" and self.support_entries:  # long sums in pieces of 256 entries, indexed by token
-            total += 4 * self.hidden * self.support_entries // 256 + 8 * self.vocab
-        elementwise = (name == "frozen-head", self.shards > 1, self.gathered > 0)  # each in pieces of its own
-        total += sum(elementwise) * tiling.ELEMENTWISE_BYTES.get(self.device, tiling.PIECE_BYTES)
-        return total + max(self.all_rows, self.rows) * per_row
-
-    def _scratch(self, name: str) -> int:
-        """Bytes that the row functions themselves hold."""
-        backend, teacher = self.backend or fastest(self.device), bool(self.teacher.hidden)
-        if backend == "torch":
-            copies = 2 * _BLOCK_COPIES if teacher else _BLOCK_COPIES
-            return copies * 4 * max(min(BLOCK_ENTRIES, self.rows * self.vocab), self.vocab)
-        # torch.compile cannot trace torch's number of threads, which is seldom larger than that of the cores.
-        threads = _CORES if torch.compiler.is_compiling() else torch.get_num_threads()
-        if backend == "cpp" and teacher:
-            return threads * 12 * (self.vocab + 64)  # per thread two rows of probabilities and one of log ratios
-        if backend == "cpp" and name == "forward-gradient" and self.shards == 1:
-            return threads * 4 * (self.vocab + 64)  # a row of exponentials per thread
-        return 0
+def fixed_bytes(call: Call, name: str) -> int:
+    """Temporary bytes of a plan outside its passes: per-row values, and what is kept for the backward."""
+    per_row = _ROW_BYTES_ALONE if call.scope == ANY else _ROW_BYTES.get(name, _ROW_BYTES_IN_TORCH)
+    total = call.copied + _SLACK + _scratch(call, name)
+    total += _ENTRY_BYTES * call.support_entries + _GATHERED_BYTES * call.gathered
+    narrow, needs = call.dtype.itemsize < 4, call.needs
+    if name == "frozen-head":
+        per_row += call.slopes * call.hidden * call.dtype.itemsize
+    if needs.bias:
+        total += 12 * (call.vocab + call.padding)
+    if name in ("forward-gradient", "whole-response") and needs.weight and narrow:
+        total += 4 * call.padding * call.hidden  # its rows in the float32 sums
+    if call.shards > 1:  # the statistics of all shards
+        per_row += 16 * (call.shards + 4)
+    if call.partial and call.support_entries and needs.hidden and narrow:
+        per_row += 4 * call.hidden  # the sum of dL/dhidden over the devices
+    if call.device == "cuda" and call.support_entries:  # long sums in pieces of 256 entries, indexed by token
+        total += 4 * call.hidden * call.support_entries // 256 + 8 * call.vocab
+    elementwise = (name == "frozen-head") + (call.shards > 1) + (call.gathered > 0)  # each in pieces of its own
+    total += elementwise * tiling.ELEMENTWISE_BYTES.get(call.device, tiling.PIECE_BYTES)
+    return total + max(call.all_rows, call.rows) * per_row
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A plan, with its tiles for one call."""
+def _scratch(call: Call, name: str) -> int:
+    """Bytes that the row functions themselves hold."""
+    backend, teacher = call.backend or fastest(call.device), call.teacher.hidden > 0
+    if backend == "torch":
+        copies = 2 * _BLOCK_COPIES if teacher else _BLOCK_COPIES
+        return copies * 4 * max(min(BLOCK_ENTRIES, call.rows * call.vocab), call.vocab)
+    # torch.compile cannot trace torch's number of threads, which is seldom larger than that of the cores.
+    threads = _CORES if torch.compiler.is_compiling() else torch.get_num_threads()
+    if backend == "cpp" and teacher:
+        return threads * 12 * (call.vocab + 64)  # per thread two rows of probabilities and one of log ratios
+    if backend == "cpp" and name == "forward-gradient" and call.shards == 1:
+        return threads * 4 * (call.vocab + 64)  # a row of exponentials per thread
+    return 0
+
+
+class Plan(NamedTuple):
+    """A plan for one call, and its byte limits."""
 
     name: str
-    units: int  # matrix products over N x V x H
-    flops: int
-    temporary_bytes: int
-    tiles: dict[str, Tile]  # by pass
-    pass_budget: PassBudget  # of each of its passes
+    call: Call  # what it was chosen for
+    total: int  # bytes that a pass may take
+    cap: int  # bytes of a tile, at most
+    mapped: bool = False  # a pass's memory goes back to the system, because that of two passes does not fit
     one_chunk: bool = False  # whether one tile holds all rows, so that dL/dweight needs no float32 sums
-    support_bytes: int = 0  # that products with support entries must move
 
-    def floor(self, device: Device, itemsize: int) -> float:
-        """The seconds below which no computation of its products can be: their operations, and the supports' bytes."""
-        return self.flops / device.peak(itemsize) + device.seconds(self.support_bytes)
+    def tile(self, kind: str, rows: int, needs: Needs | None = None) -> Tile:
+        """The tile of a pass over so many rows, of which there may be fewer than were planned.
+
+        Sums of dL/dweight are float32 as planned, unless `one_chunk`. needs: the gradients that the backward forms.
+        """
+        call = self.call._replace(rows=rows, needs=self.call.needs if needs is None else needs)
+        one = Pass(kind, call, summed=kind == "forward-gradient")
+        tile = one.tile(self.total, self.cap)
+        if tile is None:  # the planner has made sure that one fits
+            raise RuntimeError(f"the pass {kind!r} takes at least {one.least_bytes(self.cap)} bytes, got {self.total}")
+        return tile
+
+    @property
+    def tiles(self) -> dict[str, Tile]:
+        """The tile of each pass."""
+        tiles = {one.kind: one.tile(self.total, self.cap) for one in passes(self.call, self.name)}
+        return {kind: tile for kind, tile in tiles.items() if tile is not None}
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Temporary memory, at most."""
+        tiles, each = self.tiles, passes(self.call, self.name)
+        return fixed_bytes(self.call, self.name) + max((one.bytes(tiles[one.kind]) for one in each), default=0)
+
+    @property
+    def units(self) -> int:
+        """The number of matrix products over N x V x H."""
+        return sum(one.units for one in passes(self.call, self.name))
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of its products."""
+        call, count = self.call, len(passes(self.call, self.name))
+        of_entries = (1 + sum(call.needs[:2])) * call.support_entries
+        of_teacher = 2 * call.teacher.hidden * count * call.rows * call.vocab
+        return 2 * call.hidden * (self.units * call.rows * call.vocab + of_entries) + of_teacher
+
+    @property
+    def support_bytes(self) -> int:
+        """Bytes that products with support entries must move.
+
+        Each gathers a row of the weight or of the hidden states for each entry; the hidden states are read, and the
+        gradients are written.
+        """
+        call = self.call
+        if not call.support_entries:
+            return 0
+        gathered = (1 + sum(call.needs[:2])) * call.support_entries + (1 + call.needs.hidden) * call.all_rows
+        return (gathered + call.needs.weight * call.vocab) * call.hidden * call.dtype.itemsize
 
 
 @contextmanager
@@ -167,14 +180,16 @@ def choose(call: Call, budget: int | None, share: int | None = None, names: tupl
     """
     names = names or _allowed(call)
     if budget is None and torch.compiler.is_compiling():  # later runs may have other lengths
-        return Plan(names[0], 0, 0, 0, {}, PassBudget(1 << 60, _tile_bytes(call, []), False, call.float32_logits))
-    size = budget if budget is not None else default_budget(call.device, call.index) if share is None else share
+        return Plan(names[0], call, 1 << 60, _tile_bytes(call, []))
+    size = budget if budget is not None else share
+    if size is None:
+        size = default_budget(call.device, None if call.device_index < 0 else call.device_index)
     last = None
     for name in names:
-        plan = plan_within(call, name, size, named=budget is not None)
-        last = plan or last
-        if plan is not None and all(one.useful(plan.tiles[one.kind]) for one in passes(call, name)):
+        plan, useful = _within(call, name, size, named=budget is not None)
+        if useful and plan is not None:
             return plan
+        last = plan or last
     if last is not None:
         return last
     needed = [least_budget(call, name) for name in names]
@@ -185,7 +200,7 @@ def choose(call: Call, budget: int | None, share: int | None = None, names: tupl
         problem += " with float32 logits" if call.float32_logits else ""
         told = f"got {budget} bytes, the smallest possible is {least} ({text(least)})"
         raise BudgetTooSmall(f"memory_budget is too small for {problem}: {told}", least)
-    plan = plan_within(call, names[needed.index(least)], least)
+    plan, _ = _within(call, names[needed.index(least)], least, named=True)
     assert plan is not None
     return plan
 
@@ -200,18 +215,13 @@ def _allowed(call: Call) -> tuple[str, ...]:
     return (_forced,)
 
 
-def running() -> tuple[Call, Plan] | None:
-    """The call that runs now, with its plan."""
-    return _running.get()
-
-
 @contextmanager
-def run(call: Call, plan: Plan) -> Iterator[None]:
+def run(plan: Plan) -> Iterator[None]:
     """Runs a plan, or its backward: an allocator's error gets its name, its bytes and a budget that makes it less."""
     if torch.compiler.is_compiling():
         yield
         return
-    before = _running.set((call, plan))
+    before = running.set(plan)
     try:
         yield
     except RuntimeError as error:
@@ -219,20 +229,21 @@ def run(call: Call, plan: Plan) -> Iterator[None]:
         on_cpu = "can't allocate memory" in words or "not enough memory" in words
         if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
             raise
-        raise type(error)(f"{words}\n{_advice(call, plan)}") from error
+        raise type(error)(f"{words}\n{_advice(plan)}") from error
     finally:
-        _running.reset(before)
+        running.reset(before)
 
 
-def _advice(call: Call, plan: Plan) -> str:
-    size, least = plan.temporary_bytes, min(least_budget(call, name) for name in _allowed(call))
+def _advice(plan: Plan) -> str:
+    size, least = plan.temporary_bytes, min(least_budget(plan.call, name) for name in _allowed(plan.call))
     taken = (
         f"out of memory in the plan {plan.name}, which takes {size} bytes ({text(size)}) beside results and gradients"
     )
     if least >= size:
         return f"{taken}, the least that so many tokens can take"
     half = max(size // 2, least)
-    return f"{taken}: memory_budget={half} makes it {choose(call, half).name}; the smallest is memory_budget={least}"
+    smaller = choose(plan.call, half).name
+    return f"{taken}: memory_budget={half} makes it {smaller}; the smallest is memory_budget={least}"
 
 
 def applicable(call: Call) -> tuple[str, ...]:
@@ -255,68 +266,64 @@ def applicable(call: Call) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _kinds(call: Call, name: str) -> tuple[str, ...]:
-    """The passes of the plan that hold tiles of logits."""
-    if name == "sparse":
-        return ()
-    if name == "forward":
-        return ("statistics",)
-    if name in ("forward-gradient", "whole-response"):
-        return ("forward-gradient",)
-    if name == "frozen-head":
-        return ("frozen",)
-    head = call.needs.weight or call.needs.bias
-    if name == "recompute" and (head or call.partial) and call.needs.hidden:  # dL/dhidden is summed over devices once
-        return ("statistics", "both")
-    return ("statistics", *(("hidden",) if call.needs.hidden else ()), *(("weight",) if head else ()))
-
-
 def passes(call: Call, name: str) -> list[Pass]:
-    """The passes of the plan over the logits, in their order."""
-    rows, sizes = 0, call.sizes
+    """The passes of the plan over tiles of logits, in their order."""
+    head = call.needs.weight or call.needs.bias
+    if name == "sparse":
+        return []
+    if name == "forward":
+        return [Pass("statistics", call)]
+    if name == "forward-gradient":
+        return [Pass("forward-gradient", call)]
     if name == "whole-response":  # which a tile must hold together
-        rows = max(call.rows if call.scope == BATCH else min(call.longest or call.rows, call.rows), 1)
-    return [Pass(kind, sizes, call.slopes, rows, call.needs.hidden) for kind in _kinds(call, name)]
+        longest = call.rows if call.scope == BATCH else min(call.longest or call.rows, call.rows)
+        return [Pass("forward-gradient", call, max(longest, 1))]
+    if name == "frozen-head":
+        return [Pass("frozen", call)]
+    if name == "recompute" and (head or call.partial) and call.needs.hidden:  # dL/dhidden is summed over devices once
+        return [Pass("statistics", call), Pass("both", call)]
+    hidden, weight = [Pass("hidden", call)] * call.needs.hidden, [Pass("weight", call)] * head
+    return [Pass("statistics", call), *hidden, *weight]
 
 
 def least_budget(call: Call, name: str) -> int:
     """The smallest budget in bytes that the plan fits."""
     each = passes(call, name)
     cap = _tile_bytes(call, each)
-    return max([0, *(one.least_bytes(cap) for one in each)]) + call.held(name)  # torch.compile: no default of max
+    return max([0, *(one.least_bytes(cap) for one in each)]) + fixed_bytes(
+        call, name
+    )  # torch.compile: no default of max
 
 
 def plan_within(call: Call, name: str, budget: int, named: bool = True) -> Plan | None:
     """The plan within the budget; None if it does not fit. `named`: whether the caller gave the budget."""
-    fixed, each = call.held(name), passes(call, name)
-    cap, total = _tile_bytes(call, each), budget - fixed
-    if total < 0 or (not named and cap > _tile_bytes(call, [])):  # larger tiles only if the caller gave the budget
-        return None
-    tiles: dict[str, Tile] = {}
-    held = []
+    return _within(call, name, budget, named)[0]
+
+
+def _within(call: Call, name: str, budget: int, named: bool) -> tuple[Plan | None, bool]:
+    """The same, and whether all of its tiles are useful."""
+    each = passes(call, name)
+    cap, total = _tile_bytes(call, each), budget - fixed_bytes(call, name)
+    larger = any(one.least_rows > 0 for one in each) and cap > _tile_bytes(call, [])
+    if total < 0 or (larger and not named):  # larger tiles only if the caller gave the budget
+        return None, False
+    sizes, useful, one_chunk = [], True, False
     for one in each:
         tile = one.tile(total, cap)
         if tile is None:
-            return None
-        tiles[one.kind] = tile
-        held.append(one.bytes(tile))
-    units = sum([one.units for one in each])
-    one_chunk = name in ("forward-gradient", "whole-response") and tiles["forward-gradient"].rows >= call.rows
+            return None, False
+        sizes.append(one.bytes(tile))
+        useful = useful and one.useful(tile)
+        one_chunk = one.kind == "forward-gradient" and tile.rows >= call.rows
     # An allocator may keep what a pass freed. Twice, because the tiles of fewer rows may be larger.
-    mapped = len(held) > 1 and 2 * sum(held) > total
-    flops = 2 * call.hidden * (units * call.rows * call.vocab + (1 + sum(call.needs[:2])) * call.support_entries)
-    flops += 2 * call.teacher.hidden * len(held) * call.rows * call.vocab
-    moved = 0
-    if call.support_entries:
-        # Each product gathers a row of the weight or of the hidden states for each entry; the hidden states are read,
-        # and the gradients are written.
-        gathered = (1 + sum(call.needs[:2])) * call.support_entries + (1 + call.needs.hidden) * call.all_rows
-        moved = (gathered + call.needs.weight * call.vocab) * call.hidden * call.dtype.itemsize
-    budget_of_pass = PassBudget(total, cap, mapped, call.float32_logits)
-    return Plan(name, units, flops, fixed + max([0, *held]), tiles, budget_of_pass, one_chunk, moved)
+    mapped = len(sizes) > 1 and 2 * sum(sizes) > total
+    return Plan(name, call, total, cap, mapped, one_chunk), useful
 
 
 def _tile_bytes(call: Call, each: list[Pass]) -> int:
     """Upper bound in bytes on a tile of these passes."""
     cap = tiling.TILE_BYTES.get(call.device, tiling.TILE_BYTES["cpu"])
-    return max([cap, *(one.least_rows * tiling.pitch(call.vocab) * one.logit_bytes for one in each)])
+    for one in each:
+        if one.least_rows:
+            cap = max(cap, one.least_rows * tiling.pitch(call.vocab) * one.logit_bytes)
+    return cap

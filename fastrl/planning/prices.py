@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fastrl.base.devices import Device
-from fastrl.planning.plans import Call, Plan, passes
-from fastrl.planning.tiling import Pass, Tile
+from fastrl.planning.plans import Plan, passes
+from fastrl.planning.tiling import Call, Pass, Tile
 
 #: Launches for a tile beside its products and its row kernel: slices of the rows' inputs, copies of their results.
 _A_TILE = 6
@@ -23,33 +23,32 @@ class Times(NamedTuple):
 
 def times(one: Pass, tile: Tile, device: Device) -> Times:
     """The time of a pass, product by product, for tiles of equal size."""
-    sizes, units = one.sizes, one.units
-    rows, width, vocab, itemsize, *_ = sizes
+    call, units = one.call, one.units
+    rows, width, vocab, itemsize, teacher = call.rows, call.hidden, call.vocab, call.dtype.itemsize, call.teacher
     chunks, slices = max(-(-rows // tile.rows), 1), -(-vocab // tile.columns)
     tiles = chunks * slices
     n, v = rows / chunks, vocab / slices
     flops, operands = 2.0 * n * v * width, (n * v + (n + v) * width) * itemsize
     # Sums over several tiles: float32, written by the first, read and written by the others, cast in the end.
     wider = 4 - itemsize
-    of_weight = sizes.weight and one.kind in ("forward-gradient", "weight", "both")
+    of_weight = call.needs.weight and one.kind in ("forward-gradient", "weight", "both")
     beyond = last = 0.0
     if of_weight and chunks > 1:
         beyond += (wider + 4 * (1 - 1 / chunks)) * v * width * tiles
         last += (4 + itemsize) * vocab * width if wider else 0
-    visits = one.vectors if one.kind == "frozen" else 1
+    visits = call.slopes if one.kind == "frozen" else 1
     of_hidden = one.kind in ("hidden", "both") and slices > 1
     if of_hidden or (one.partial and one.kind not in ("statistics", "weight")):
         beyond += (wider + 4 * (1 - 1 / slices)) * n * width * tiles * visits
         last += (4 + itemsize) * rows * width * visits if wider else 0
-    teacher = sizes.teacher
-    of_logit = 4 if sizes.float32_logits else itemsize
+    of_logit = 4 if call.float32_logits else itemsize
     of_pair = of_logit + teacher.logit_bytes
     # What float32 logits are wider by, written by the product that forms them.
     beyond += rows * vocab * (of_pair - itemsize - teacher.itemsize)
     logits, both = rows * vocab * of_pair, rows * vocab * (of_pair + itemsize)
     if one.kind == "statistics":
         kernels = device.row_kernel(logits)
-    elif one.whole_rows and sizes.shards > 1:
+    elif one.whole_rows and call.shards > 1:
         # Between statistics and gradient the devices exchange the former: no kernel can do both.
         kernels = device.row_kernel(logits) + visits * device.row_kernel(both)
     elif one.whole_rows:

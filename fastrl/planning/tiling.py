@@ -17,6 +17,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+from fastrl.objectives.row_local import TOKEN
+
 #: Upper bound in bytes on a tile. A CPU gains nothing from more; on a GPU longer chunks shrink the float32 dW traffic.
 TILE_BYTES = {"cpu": 64 << 20, "cuda": 1280 << 20}
 #: The same if the vocabulary may be cut: on a CPU, tiles of all rows that stay in the last-level cache gain 2 to 10 %.
@@ -42,7 +46,7 @@ _COMBINED_COPIES = 12
 #: Bytes per row of the float64 values with which the statistics of vocabulary slices are combined
 _COMBINED_BYTES = 12 * 8
 #: Entries of which a row of a tile has a whole number, so that rows begin on a cache line and products are aligned.
-_PITCH = 64
+PITCH = 64
 
 
 class Needs(NamedTuple):
@@ -51,9 +55,6 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
-
-
-ALL = Needs(True, True, True)
 
 
 class Teacher(NamedTuple):
@@ -72,34 +73,29 @@ class Teacher(NamedTuple):
 NO_TEACHER = Teacher(0, 0)
 
 
-class Sizes(NamedTuple):
-    """A linear loss: N valid rows (or a bound), H, V, bytes per element, device type, whether it is float16."""
+class Call(NamedTuple):
+    """What a plan and its tiles depend on: the sizes of a call from hidden states, and what it needs."""
 
-    rows: int
+    rows: int  # number N of valid tokens, or an upper bound
     hidden: int
     vocab: int
-    itemsize: int
+    dtype: torch.dtype
     device: str
-    half: bool
-    weight: bool = True  # whether the weight's gradient is formed
-    shards: int = 1  # devices over which the vocabulary lies, `vocab` entries on each at most
+    needs: Needs
+    scope: str = TOKEN
+    longest: int = 0  # tokens of the longest response, if the scope is a response
+    slopes: int = 1  # vectors that frozen-head keeps per row: 2 if the entropy has a gradient
+    all_rows: int = 0  # rows of the inputs, masked ones included; 0: all are valid
+    copied: int = 0  # bytes of inputs that were copied before the plan starts
+    padding: int = 0  # rows of the head that are not entries of the vocabulary, whose gradient is 0
+    support_entries: int = 0  # recorded ids over all tokens; if not 0, `rows` counts the tokens without a support
+    backend: str = ""  # "": the fastest on the device
+    device_index: int = -1  # of the device, if there are several; -1: the current one
+    shards: int = 1  # devices over which the vocabulary lies; `vocab` is the size of the largest shard
     partial: bool = False  # whether dL/dhidden is a part of a sum over these, which is float32 and rounded once
     teacher: Teacher = NO_TEACHER  # of a divergence between two heads, whose tiles are held side by side
+    gathered: int = 0  # entries whose log-probabilities are asked for beside targets, over all tokens
     float32_logits: bool = False  # whether tiles of logits are float32 although the head is narrower
-
-    @property
-    def narrow(self) -> bool:
-        """Whether sums of products need a wider dtype than that of the operands."""
-        return self.itemsize < 4
-
-
-class PassBudget(NamedTuple):
-    """Upper bounds in bytes: on the memory of a pass, and on one of its tiles."""
-
-    total: int
-    tile: int
-    mapped: bool = False  # a pass's memory goes back to the system, because that of two passes does not fit
-    float32_logits: bool = False  # as in Sizes
 
 
 class Tile(NamedTuple):
@@ -109,83 +105,78 @@ class Tile(NamedTuple):
     columns: int
 
 
-def pitch(columns: int) -> int:
-    """Entries from one row of a tile to the next."""
-    return -(-columns // _PITCH) * _PITCH
+def pitch(columns: int, unit: int = PITCH) -> int:
+    """Entries from one row of a tile to the next, in whole units."""
+    return -(-columns // unit) * unit
 
 
-class Pass(NamedTuple):
-    """A pass over the logits of a linear loss, and the bytes that it takes."""
+class Pass:
+    """A pass of this kind over the logits of a call, and the bytes that it takes.
 
-    kind: str
-    sizes: Sizes
-    vectors: int = 1  # that "frozen" forms per row
-    least_rows: int = 0  # that a tile must hold together; 0: as few as are useful
-    inner: bool = True  # whether dL/dhidden is formed, where the pass can
-    summed: bool = False  # "forward-gradient": dL/dweight is summed in float32 even if a tile holds all rows
+    least_rows: that a tile must hold together; 0: as few as are useful. summed: of "forward-gradient", whether
+    dL/dweight is summed in float32 even if a tile holds all rows.
+    """
 
-    @property
-    def whole_rows(self) -> bool:
-        """Whether a tile spans the vocabulary: a divergence needs the statistics of both rows before its sum."""
-        return self.kind in ("forward-gradient", "frozen") or (
-            self.kind == "statistics" and self.sizes.teacher.hidden > 0
-        )
-
-    @property
-    def logit_bytes(self) -> int:
-        """Bytes of a tile per logit: of the logit itself, and of its gradient if that is in a tile of its own."""
-        itemsize = self.sizes.itemsize
-        if self.sizes.float32_logits:
-            return 4 if self.kind == "statistics" else 4 + itemsize
-        return itemsize * (self.vectors if self.kind == "frozen" else 1)
+    def __init__(self, kind: str, call: Call, least_rows: int = 0, summed: bool = False) -> None:
+        self.kind, self.call, self.least_rows, self.summed = kind, call, least_rows, summed
+        itemsize, teacher = call.dtype.itemsize, call.teacher.hidden > 0
+        #: Whether sums of products need a wider dtype than that of the operands.
+        self.narrow = itemsize < 4
+        #: Whether a tile spans the vocabulary: a divergence needs the statistics of both rows before its sum.
+        self.whole_rows = kind in ("forward-gradient", "frozen") or (kind == "statistics" and teacher)
+        #: Bytes of a tile per logit: of the logit itself, and of its gradient if that is in a tile of its own.
+        self.logit_bytes = itemsize * (call.slopes if kind == "frozen" else 1)
+        if call.float32_logits:
+            self.logit_bytes = 4 if kind == "statistics" else 4 + itemsize
+        #: Whether parts of dL/dhidden are summed over devices in a wider dtype than that of the hidden states.
+        self.partial = call.partial and self.narrow and call.needs.hidden
+        #: Bytes of the float32 sums of dL/dweight, which a tile of all rows makes superfluous; 0 if there are none.
+        superfluous = kind == "forward-gradient" and self.narrow and call.needs.weight and not summed
+        self.sums_bytes = 4 * call.vocab * call.hidden if superfluous else 0
+        #: Tiles of the kernels for pairs of rows are contiguous.
+        self.unit = 1 if teacher else PITCH
+        #: The most rows of a tile, and the fewest rows and columns.
+        self.rows = max(call.rows, 1)
+        self.least = Tile(min(_LEAST_ROWS, self.rows), min(_LEAST_COLUMNS, call.vocab))
+        if self.whole_rows:
+            self.least = Tile(min(least_rows or 1, self.rows), call.vocab)
 
     @property
     def units(self) -> int:
         """The number of matrix products over N x H x V."""
-        if self.kind == "statistics":
-            return 1
-        if self.kind == "frozen":
-            return 1 + self.vectors
-        return 1 + (self.kind != "weight" and self.inner) + (self.kind != "hidden" and self.sizes.weight)
-
-    @property
-    def partial(self) -> bool:
-        """Whether parts of dL/dhidden are summed over devices in a wider dtype than that of the hidden states."""
-        return self.sizes.partial and self.sizes.narrow and self.inner
-
-    @property
-    def sums_bytes(self) -> int:
-        """Bytes of the float32 sums of dL/dweight, which a tile of all rows makes superfluous; 0 if there are none."""
-        superfluous = self.kind == "forward-gradient" and self.sizes.narrow and self.sizes.weight and not self.summed
-        return 4 * self.sizes.vocab * self.sizes.hidden if superfluous else 0
+        needs = self.call.needs
+        if self.kind in ("statistics", "frozen"):
+            return 1 + (self.call.slopes if self.kind == "frozen" else 0)
+        return 1 + (self.kind != "weight" and needs.hidden) + (self.kind != "hidden" and needs.weight)
 
     def bytes(self, tile: Tile) -> int:
         """Temporary bytes, without per-row values."""
-        fixed, row, column, logit = self._parts(tile.rows >= self.sizes.rows, tile.columns == self.sizes.vocab)
-        return fixed + tile.rows * (row + self._pitch(tile.columns) * logit) + tile.columns * column
-
-    def _pitch(self, columns: int) -> int:
-        return columns if self.sizes.teacher.hidden else pitch(columns)
+        fixed, row, column, logit = self._parts(tile.rows >= self.call.rows, tile.columns == self.call.vocab)
+        return fixed + tile.rows * (row + pitch(tile.columns, self.unit) * logit) + tile.columns * column
 
     def _parts(self, every: bool, whole: bool) -> tuple[int, int, int, int]:
         """The bytes for any tile (of `every` row, of `whole` rows), for each of its rows, of its columns and logits."""
-        kind, (rows, width, vocab, itemsize, _, half, weight, shards, _, teacher, wide) = self.kind, self.sizes
-        narrow = self.sizes.narrow
+        kind, call, narrow = self.kind, self.call, self.narrow
+        rows, width, vocab, itemsize, teacher = call.rows, call.hidden, call.vocab, call.dtype.itemsize, call.teacher
         # The tile, and its rows' hidden states, contiguous; the same of the teacher. For float32 logits the factors as
         # float32: the rows' hidden states whole, the weight in pieces. Where the library multiplies without, which only
         # the device itself can tell, these stay unused.
-        fixed = PIECE_BYTES * (wide + teacher.float32_logits)
-        row = width * (itemsize + 4 * wide) + teacher.hidden * (teacher.itemsize + 4 * teacher.float32_logits)
-        column, logit = 0, self.logit_bytes + (teacher.logit_bytes if teacher.hidden else 0)
-        if shards > 1 and kind == "forward-gradient" and not every:
+        fixed = PIECE_BYTES * (call.float32_logits + teacher.float32_logits)
+        row = width * (itemsize + 4 * call.float32_logits)
+        column, logit = 0, self.logit_bytes
+        if teacher.hidden:
+            row += teacher.hidden * (teacher.itemsize + 4 * teacher.float32_logits)
+            logit += teacher.logit_bytes
+        if call.shards > 1 and kind == "forward-gradient" and not every:
             # While the statistics of one chunk travel between devices, the next is computed.
             fixed, row, logit = 2 * fixed, 2 * row, 2 * logit
         if kind == "statistics":
             return fixed, row + (0 if whole else _COMBINED_BYTES), column, logit
         if kind == "frozen":
             if self.partial:
-                return fixed + self.vectors * rows * width * 4, row, column, logit
+                return fixed + call.slopes * rows * width * 4, row, column, logit
             return fixed, row + width * itemsize, column, logit
+        half = call.dtype == torch.float16
         if narrow:
             fixed += (2 if half else 1) * PIECE_BYTES
         if kind != "weight":  # dL/dhidden
@@ -193,7 +184,7 @@ class Pass(NamedTuple):
                 fixed += rows * width * 4
             else:
                 row += width * (itemsize if whole and not self.partial else 4)
-        if kind == "forward-gradient" and narrow and weight and (not every or self.summed):
+        if kind == "forward-gradient" and narrow and call.needs.weight and (not every or self.summed):
             fixed += vocab * width * 4
         if kind in ("weight", "both") and narrow and (not every or half):
             column += width * 4
@@ -201,9 +192,9 @@ class Pass(NamedTuple):
 
     def useful(self, tile: Tile) -> bool:
         """Whether one product more, in tiles of enough rows and columns, would take longer."""
-        sums = self.kind == "both" or (self.kind == "forward-gradient" and self.sizes.weight)
-        least = (_USEFUL if self.sizes.device == "cuda" and self.sizes.narrow else _USEFUL_ELSEWHERE) // (2 - sums)
-        return tile.rows >= min(least, self.sizes.rows) and tile.columns >= min(least, self.sizes.vocab)
+        sums = self.kind == "both" or (self.kind == "forward-gradient" and self.call.needs.weight)
+        least = (_USEFUL if self.call.device == "cuda" and self.narrow else _USEFUL_ELSEWHERE) // (2 - sums)
+        return tile.rows >= min(least, self.call.rows) and tile.columns >= min(least, self.call.vocab)
 
     def tile(self, budget: int, cap: int) -> Tile | None:
         """The tile of about `cap` bytes at most with which the pass takes `budget` bytes at most; None if none does.
@@ -211,10 +202,12 @@ class Pass(NamedTuple):
         It has whole rows if enough of them fit. Where dL/dweight is summed slice by slice, or statistics on a CPU, it
         has all rows if they leave room for enough columns. Otherwise half of the bytes may go to what a row holds.
         """
-        rows, vocab = max(self.sizes.rows, 1), self.sizes.vocab
+        rows, vocab = self.rows, self.call.vocab
         enough = min(_FAST, rows)
-        by_slice = self.kind in ("weight", "both") or (self.sizes.device == "cpu" and self.kind == "statistics")
-        cap, by_slice, least = self._cap(cap), by_slice and not self.whole_rows, self._least
+        by_slice = self.kind in ("weight", "both") or (self.call.device == "cpu" and self.kind == "statistics")
+        by_slice, least = by_slice and not self.whole_rows, self.least
+        if not self.whole_rows:
+            cap = min(cap, SLICED_BYTES.get(self.call.device, cap))
         whole = Tile(self._rows(budget, cap), vocab)
         if whole.rows == rows or (not by_slice and whole.rows >= (least.rows if self.whole_rows else enough)):
             return whole
@@ -234,43 +227,31 @@ class Pass(NamedTuple):
 
     def least_bytes(self, cap: int) -> int:
         """The smallest budget in bytes that has a tile."""
-        return self.bytes(self._smallest(self._cap(cap)))
-
-    def _cap(self, cap: int) -> int:
-        return cap if self.whole_rows else min(cap, SLICED_BYTES.get(self.sizes.device, cap))
+        return self.bytes(self._smallest(cap if self.whole_rows else min(cap, SLICED_BYTES.get(self.call.device, cap))))
 
     def _rows(self, budget: int, cap: int) -> int:
         """How many whole rows fit."""
-        rows, vocab = max(self.sizes.rows, 1), self.sizes.vocab
-        row_bytes = self._pitch(vocab) * self.logit_bytes
+        rows, vocab = self.rows, self.call.vocab
+        row_bytes = pitch(vocab, self.unit) * self.logit_bytes
         # One tile of all rows may take what several chunks hold: a tile, and the float32 sums of dL/dweight.
         if rows * row_bytes <= cap + self.sums_bytes and self.bytes(Tile(rows, vocab)) <= budget:
             return rows
         fixed, row, column, logit = self._parts(False, True)
-        most = (budget - fixed - vocab * column) // (row + self._pitch(vocab) * logit)
-        return _even(rows, min(most, max(cap // row_bytes, self._least.rows), rows - 1), _BLOCK)
+        most = (budget - fixed - vocab * column) // (row + pitch(vocab, self.unit) * logit)
+        return _even(rows, min(most, max(cap // row_bytes, self.least.rows), rows - 1), _BLOCK)
 
     def _columns(self, rows: int, budget: int, cap: int) -> int:
         """How many columns of so many rows fit, if not all."""
-        fixed, row, column, logit = self._parts(rows >= self.sizes.rows, False)
+        vocab, (fixed, row, column, logit) = self.call.vocab, self._parts(rows >= self.call.rows, False)
         most = min((budget - fixed - rows * row) // (rows * logit + column), cap // (rows * self.logit_bytes))
-        return _even(self.sizes.vocab, min(most, self.sizes.vocab - 1) // _PITCH * _PITCH, _PITCH)
-
-    @property
-    def _least(self) -> Tile:
-        """The fewest rows and columns of a tile."""
-        rows, vocab = max(self.sizes.rows, 1), self.sizes.vocab
-        if self.whole_rows:
-            return Tile(min(self.least_rows or 1, rows), vocab)
-        return Tile(min(_LEAST_ROWS, rows), min(_LEAST_COLUMNS, vocab))
+        return _even(vocab, min(most, vocab - 1) // PITCH * PITCH, PITCH)
 
     def _smallest(self, cap: int) -> Tile:
         """The tile that needs least. All rows, or all columns, may need fewer sums."""
-        rows, least = max(self.sizes.rows, 1), self._least
-        smallest = least
-        for tile in (Tile(least.rows, self.sizes.vocab), Tile(rows, least.columns), Tile(rows, self.sizes.vocab)):
-            logits = tile.rows * self._pitch(tile.columns) * self.logit_bytes
-            if tile.rows == least.rows or logits <= cap + self.sums_bytes:
+        rows, vocab, smallest = self.rows, self.call.vocab, self.least
+        for tile in (Tile(self.least.rows, vocab), Tile(rows, self.least.columns), Tile(rows, vocab)):
+            logits = tile.rows * pitch(tile.columns, self.unit) * self.logit_bytes
+            if tile.rows == self.least.rows or logits <= cap + self.sums_bytes:
                 smallest = tile if self.bytes(tile) < self.bytes(smallest) else smallest
         return smallest
 

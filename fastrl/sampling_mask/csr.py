@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.backend.contract import offsets_of
 from fastrl.base import checks
 
 INT32_MAX = 2**31 - 1
-
-
-def offsets_of(lengths: Tensor) -> Tensor:
-    """(N + 1,) int64: the start of each row of these lengths, and the end of the last."""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def sorted_csr(rows: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:

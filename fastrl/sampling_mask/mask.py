@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import entry_rows
+from fastrl.backend.contract import entry_rows, offsets_of
 from fastrl.base import checks
 from fastrl.sampling_mask import sources as sampling_sources
-from fastrl.sampling_mask.csr import INT32_MAX, check_layout, offsets_of, row_of, sorted_csr
+from fastrl.sampling_mask.csr import INT32_MAX, check_layout, row_of, sorted_csr
 
 
 class _Facts(NamedTuple):

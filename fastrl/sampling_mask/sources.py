@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced, row_functions
+from fastrl.backend.contract import offsets_of
 from fastrl.base import checks
-from fastrl.operators import consumed
-from fastrl.operators.rows import as_rows
-from fastrl.sampling_mask.csr import check_layout, integers, offsets_of, sorted_csr
+from fastrl.passes import consumed
+from fastrl.passes.logits import as_rows
+from fastrl.sampling_mask.csr import check_layout, integers, sorted_csr
 
 _VLLM = (
     "vLLM records sets where the engine is made with LLM(..., return_sampling_mask=True), or vllm serve"
@@ -226,4 +227,4 @@ def support_of_logits(logits: Any, top_p: float, top_k: int, min_p: float, tempe
         return empty, torch.zeros(rows + 1, dtype=torch.int64, device=logits.device)
     flat = as_rows(logits, False)
     consumed.refuse(flat)
-    return kernels(forced(), logits).find_support(flat, temperature, top_k, top_p, min_p)
+    return row_functions(forced(), logits).find_support(flat, temperature, top_k, top_p, min_p)

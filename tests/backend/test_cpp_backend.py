@@ -149,7 +149,7 @@ def test_properties(
 
 def test_threads_are_torchs_own() -> None:
     """The library links no thread library of its own."""
-    needed = subprocess.run(["ldd", cpp_library.library()._name], capture_output=True, text=True, check=False)
+    needed = subprocess.run(["ldd", cpp_library._load()._name], capture_output=True, text=True, check=False)
     if needed.returncode != 0:
         pytest.skip("no ldd")
     assert "libc" in needed.stdout

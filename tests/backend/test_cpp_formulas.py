@@ -160,7 +160,11 @@ def test_what_is_translated_looks_as_written() -> None:
         "return [a]",
         "a = b\n    return a",  # rebinds a parameter
         "c = d = a\n    return c",
-        "c, d = a\n    return c",
+        "c, d = a\n    return a",  # a tuple as a number
+        "c, d = a\n    return c * e",
+        "c, b = a\n    return c",  # rebinds a parameter
+        "c, (d, e) = a\n    return c",
+        "c, d = exp(a)\n    return c",
         "c += a\n    return c",
         "if a < b:\n        return a\n    return b",
         "return a\n    return b",
@@ -195,4 +199,10 @@ def test_other_statements_are_refused(source: str) -> None:
 
 def test_functions_as_arguments() -> None:
     source = "def f(g, a):\n    return g(a, 1.0), a\n"
-    assert translate_source(source) == ("inline auto f(auto g, double a) {\n  return Numbers<2>{g(a, 1.0), a};\n}\n")
+    assert translate_source(source) == ("inline auto f(auto g, double a) {\n  return Results<2>{g(a, 1.0), a};\n}\n")
+
+
+def test_tuples_as_arguments() -> None:
+    source = "def f(a, b):\n    c, d = a\n    return c * d - b\n"
+    expected = "inline auto f(const auto& a, double b) {\n  const auto& [c, d] = a;\n  return ((c * d) - b);\n}\n"
+    assert translate_source(source) == expected

@@ -23,7 +23,7 @@ from fastrl.backend.cuda import row_forward_gradient as kernel
 from fastrl.backend.torch import rows as reference
 from fastrl.objectives.gates import GATE_FORMULAS
 from fastrl.objectives.objective import KL_FORMULAS
-from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.objectives.rows import TERMS, Numbers, RowInputs, RowObjective
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EMULATED = DEVICE == "cpu"
@@ -37,7 +37,7 @@ pytestmark = [
     ),
 ]
 DTYPES = (torch.bfloat16, torch.float16)
-REINFORCE = RowObjective("reinforce", (0.0,) * 4)
+REINFORCE = RowObjective("reinforce")
 #: One vector; one piece but a vector; one and a vector; tails of one, two and four blocks; whole steps and no tail.
 SIZES = (8, 4088, 4104, 24576, 40000, 70000, 98304)
 
@@ -107,7 +107,7 @@ def test_every_objective_against_float64(gate: str, kl: str) -> None:
     logits, targets, logprobs = rows(48, torch.bfloat16, (2, 10), len(kl))
     inputs = cases.random_inputs(logprobs)
     for rollout, bound in itertools.product(cases.CORRECTIONS.values(), (2.0, 20.0)):
-        objective = RowObjective(gate, cases.PARAMETERS[gate], kl, rollout, bound)
+        objective = RowObjective(gate, kl, Numbers(*cases.PARAMETERS[gate], *rollout, bound))
         check(logits, targets, None, PLAIN, objective, inputs)
 
 

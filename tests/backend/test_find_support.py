@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced, row_functions
 
 # The interpreter is numpy, which warns where a GPU's arithmetic silently gives infinities and NaN.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("backend")]
@@ -39,7 +39,7 @@ def device(backend_device: str) -> str:
 
 
 def find_support(logits: Tensor, *arguments: float) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = kernels(forced(), logits).find_support(logits, *arguments)
+    found: tuple[Tensor, Tensor] = row_functions(forced(), logits).find_support(logits, *arguments)
     return found
 
 
@@ -354,7 +354,7 @@ def test_no_tensor_of_rows_by_vocabulary() -> None:
 SCRIPT = """
 from pathlib import Path
 import torch
-from fastrl.backend.cpp.find_support import find_support
+from fastrl.backend.cpp.backend import find_support
 
 def kilobytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -11,7 +11,7 @@ from kernel_cases import DTYPES, PLAIN
 from pairs import pairs
 from torch import Tensor
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced, row_functions
 from fastrl.backend.contract import Divergence, PairStatistics, Transform
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -99,7 +99,7 @@ def check(
     in_place: bool = False,
 ) -> PairStatistics:
     """Statistics and gradients, apart and together, perhaps in place too; returns the statistics."""
-    backend = kernels(forced(), logits)
+    backend = row_functions(forced(), logits)
     arguments = (teacher, t, teacher_t, d)
     x, y = logits.clone(), teacher.clone()
     exact = by_autograd(logits, teacher, t, teacher_t, d, c, torch.float64)
@@ -218,7 +218,7 @@ def test_distributions_near_and_far(apart: float, d: Divergence, device: str) ->
 def test_equal_logits(d: Divergence, name: str, dtype: torch.dtype, device: str) -> None:
     logits, _, c = random_pair(601, dtype, device, 3)
     logits[0, 5:9] = -torch.inf
-    t, backend = cases.transform(name, device), kernels(forced(), logits)
+    t, backend = cases.transform(name, device), row_functions(forced(), logits)
     gradient = torch.full_like(logits, torch.nan)
     found = backend.pair_forward_gradient(logits, logits.clone(), t, t, d, c, gradient)
     assert (found.divergence == 0).all()
@@ -255,7 +255,7 @@ def test_entries_that_one_side_lacks(d: Divergence, device: str) -> None:
     c[1:3] = torch.tensor([-0.3, 0.0])
     logits[0, 5], teacher[1, 5], teacher[2, 5] = -torch.inf, -torch.inf, -torch.inf
     logits[1, 2], teacher[0, 2] = -torch.inf, -torch.inf
-    backend, gradient = kernels(forced(), logits), torch.full_like(logits, torch.nan)
+    backend, gradient = row_functions(forced(), logits), torch.full_like(logits, torch.nan)
     found = backend.pair_forward_gradient(logits, teacher, PLAIN, PLAIN, d, c, gradient)
     apart = torch.full_like(gradient, 7.0)
     backend.pair_gradient(logits, teacher, PLAIN, PLAIN, d, found, c, apart)
@@ -289,7 +289,7 @@ def test_rows_without_a_distribution(d: Divergence, device: str) -> None:
     logits[1, 3], logits[2], logits[3, 1029] = torch.nan, -torch.inf, torch.inf
     teacher[4, 1029], teacher[5], teacher[6, 2] = torch.nan, -torch.inf, torch.inf
     c[4] = 0.0
-    backend, rows = kernels(forced(), logits), slice(1, 7)
+    backend, rows = row_functions(forced(), logits), slice(1, 7)
     results = []
     for pair in ((logits, teacher), clean):
         gradient, apart = (torch.full_like(logits, 7.0) for _ in range(2))
@@ -309,7 +309,7 @@ def test_rows_without_a_distribution(d: Divergence, device: str) -> None:
 @pytest.mark.parametrize("d", KINDS, ids=IDS)
 def test_gradient_of_a_slice_of_the_vocabulary(d: Divergence, device: str) -> None:
     logits, teacher, c = random_pair(1100, torch.float32, device, 3)
-    t, backend = cases.transform("softcap", device), kernels(forced(), logits)
+    t, backend = cases.transform("softcap", device), row_functions(forced(), logits)
     found = backend.pair_statistics(logits, teacher, t, PLAIN, d)
     whole = torch.empty_like(logits)
     backend.pair_gradient(logits, teacher, t, PLAIN, d, found, c, whole)
@@ -331,7 +331,7 @@ def test_a_row_is_bitwise_the_same_in_any_batch(d: Divergence, vocab: int, dtype
     n = 40 if forced() == "cpp" else 5
     logits, teacher, c = random_pair(vocab, dtype, device, n)
     t = Transform(1.0, torch.rand(n, generator=cases.generator()).to(device) + 0.5)
-    backend, gradient = kernels(forced(), logits), torch.empty_like(logits)
+    backend, gradient = row_functions(forced(), logits), torch.empty_like(logits)
     found = torch.stack(backend.pair_forward_gradient(logits, teacher, t, PLAIN, d, c, gradient))
     for rows in (slice(0, 1), slice(2, 4), slice(n - 1, n)):
         places = [x.new_empty(x.numel() + 1)[1:] for x in (logits[rows], teacher[rows])]  # addresses that are odd
@@ -343,7 +343,7 @@ def test_a_row_is_bitwise_the_same_in_any_batch(d: Divergence, vocab: int, dtype
 
 
 def test_without_rows(device: str) -> None:
-    logits, backend = torch.empty(0, 7, device=device), kernels(forced(), torch.empty(0, device=device))
+    logits, backend = torch.empty(0, 7, device=device), row_functions(forced(), torch.empty(0, device=device))
     found = backend.pair_forward_gradient(logits, logits.clone(), PLAIN, PLAIN, KINDS[0], torch.empty(0, device=device))
     assert all(x.shape == (0,) for x in found)
 
@@ -355,7 +355,7 @@ def test_other_shapes_and_strides_are_refused(name: str, device: str) -> None:
     good, c = torch.randn(2, 8, device=device), torch.ones(2, device=device)
     for bad in (torch.randn(2, 9, device=device)[:, :8], torch.randn(2, 9, device=device)):
         tensors = {"logits": good, "teacher_logits": good.clone(), "out": good.clone()} | {name: bad}
-        backend = kernels(forced(), good)
+        backend = row_functions(forced(), good)
         with pytest.raises(ValueError, match="must be contiguous"):
             backend.pair_forward_gradient(
                 tensors["logits"], tensors["teacher_logits"], PLAIN, PLAIN, KINDS[0], c, tensors["out"]

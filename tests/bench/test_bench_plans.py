@@ -13,7 +13,7 @@ from fastrl.bench.measure import default_device
 from fastrl.bench.problems import linear_problem
 from fastrl.bench.suites import floor, floors
 from fastrl.bench.workloads import plans
-from fastrl.objectives import dependence
+from fastrl.objectives import row_local
 from fastrl.planning import plans as memory
 
 DEVICE = default_device()
@@ -59,7 +59,7 @@ def test_a_floor_is_the_sum_of_the_plans_products(
         torch.float32,
         DEVICE,
         memory.Needs("hidden" in gradients, "weight" in gradients, False),
-        scope=dependence.RESPONSE if plan in ("whole-response", "frozen-head") else dependence.TOKEN,
+        scope=row_local.RESPONSE if plan in ("whole-response", "frozen-head") else row_local.TOKEN,
         longest=8,
     )
     planned = memory.plan_within(call, plan, 1 << 34)

@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +18,14 @@ from fastrl.backend.contract import Statistics
 from fastrl.backend.torch.rows import row_terms
 from fastrl.base.devices import H100, H200
 from fastrl.distributed import sums
-from fastrl.distributed.responses import SpreadResponses
-from fastrl.objectives.dependence import ANY, RESPONSE, SPREAD
-from fastrl.objectives.rows import RowInputs, RowObjective
-from fastrl.operators.combined import Combined
+from fastrl.objectives.batch import SpreadResponses
+from fastrl.objectives.row_local import ANY, RESPONSE, SPREAD
+from fastrl.objectives.rows import Numbers, RowInputs, RowObjective
+from fastrl.passes.combined import Combined
 from fastrl.planning.budget import BudgetTooSmall
-from fastrl.planning.plans import Call, use_plan
+from fastrl.planning.plans import use_plan
 from fastrl.planning.prices import plan_seconds, times
-from fastrl.planning.tiling import Needs, Pass, Tile, combined_rows
+from fastrl.planning.tiling import Call, Needs, Pass, Tile, combined_rows
 
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -36,8 +35,8 @@ from scaling import GPUS, TOKENS, TP, Layout, Share, collective, share_of
 
 PAGE = ROOT / "docs" / "scaling.md"
 GRPO = Call(1, 4096, 151936, torch.bfloat16, "cuda", Needs(True, True, False))
-WIDE = replace(GRPO, hidden=8192)
-CHUNKED = replace(GRPO, rows=1 << 20, all_rows=1 << 20, longest=1 << 20)
+WIDE = GRPO._replace(hidden=8192)
+CHUNKED = GRPO._replace(rows=1 << 20, all_rows=1 << 20, longest=1 << 20)
 
 
 def made(tokens: int, layout: Layout, call: Call = GRPO) -> Share:
@@ -99,7 +98,7 @@ def test_what_the_page_says_limits() -> None:
     lost = [100 * few[tokens, 8].exposed / few[tokens, 8].seconds for tokens in TOKENS]
     assert [round(x, 1) for x in lost] == [4.8, 8.6, 6.4, 6.4]
     for tokens, tp, budget, ms in ((1 << 20, 8, 20, (827, 1295)), (1 << 19, 4, 8, (383, 499))):
-        call = replace(GRPO, rows=tokens, all_rows=tokens, longest=tokens)
+        call = GRPO._replace(rows=tokens, all_rows=tokens, longest=tokens)
         more = share_of(call, Layout(tp, 8 // tp, 8), H100, budget << 30)
         assert more.fits(H100) and (round(more.seconds * 1e3), round(few[tokens, tp].seconds * 1e3)) == ms
     wide = made(TOKENS[0], Layout(1, 8, 8), WIDE)
@@ -136,7 +135,7 @@ def test_a_collective_by_hand() -> None:
 
 
 def test_the_rank_that_has_most_is_modelled() -> None:
-    call = replace(GRPO, rows=100, all_rows=101, longest=10, vocab=1000)
+    call = GRPO._replace(rows=100, all_rows=101, longest=10, vocab=1000)
     part = Layout(3, 3, 9).part(call)
     assert (part.rows, part.all_rows, part.longest, part.vocab) == (34, 34, 4, 334)
     assert (part.shards, part.partial) == (3, True)
@@ -190,7 +189,7 @@ def test_products_around_a_gather_hide_it(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_collectives_of_each_plan(plan: str, changes: dict[str, Any], counts: list[int]) -> None:
     with use_plan(plan):
-        share = share_of(replace(CHUNKED, **changes), Layout(8, 1, 8), H100)
+        share = share_of(CHUNKED._replace(**changes), Layout(8, 1, 8), H100)
     assert [x.count for x in share.exchanges] == counts
     if counts == [1, 1]:  # nothing is left to compute when dL/dhidden is
         assert share.exchanges[1].exposed == share.exchanges[1].each.seconds
@@ -206,7 +205,7 @@ def test_collectives_of_a_chunk_or_a_slope() -> None:
     assert d_hidden.count == -(-CHUNKED.rows // share.plan.tiles["hidden"].rows) > 1
     assert d_hidden.total.nvlink == pytest.approx(2 * 7 / 8 * 4 * CHUNKED.rows * 4096)
     assert d_hidden.exposed == pytest.approx(d_hidden.total.seconds)
-    frozen = replace(CHUNKED, needs=Needs(True, False, False), scope=RESPONSE, slopes=2, rows=1 << 18)
+    frozen = CHUNKED._replace(needs=Needs(True, False, False), scope=RESPONSE, slopes=2, rows=1 << 18)
     with use_plan("frozen-head"):
         share = share_of(frozen, Layout(8, 1, 8), H100)
     gather, d_hidden = share.exchanges
@@ -216,7 +215,7 @@ def test_collectives_of_a_chunk_or_a_slope() -> None:
 
 def test_the_costs_of_shards() -> None:
     """Three sweeps of the row kernels, and dL/dhidden in float32, which is cast once."""
-    sizes = Layout(8, 1, 8).part(replace(CHUNKED, rows=16384)).sizes
+    sizes = Layout(8, 1, 8).part(CHUNKED._replace(rows=16384))
     tile = Tile(16384, 18992)
     shared = times(Pass("forward-gradient", sizes), tile, H100)
     alone = times(Pass("forward-gradient", sizes._replace(shards=1, partial=False)), tile, H100)
@@ -229,16 +228,16 @@ def test_the_costs_of_shards() -> None:
 
 def test_sums_over_responses() -> None:
     """128 responses over 2 ranks: a count, a sum and its gradient of each in float32, and 12 numbers."""
-    call = replace(CHUNKED, scope=SPREAD, longest=8192)
+    call = CHUNKED._replace(scope=SPREAD, longest=8192)
     share = share_of(call, Layout(4, 2, 8), H100, 20 << 30)
     assert share.plan.name == "recompute"
     assert [(x.count, x.each.nvlink) for x in share.exchanges[2:]] == [(1, 512), (2, 512), (1, 48)]
     assert all(x.exposed == x.count * x.each.seconds > 0 for x in share.exchanges[2:])
-    share = share_of(replace(call, needs=Needs(False, False, False)), Layout(1, 2, 2), H100)
+    share = share_of(call._replace(needs=Needs(False, False, False)), Layout(1, 2, 2), H100)
     assert [(x.count, x.each.nvlink) for x in share.exchanges] == [(1, 512), (1, 512), (1, 48)]
-    assert share_of(replace(call, scope=ANY), Layout(1, 2, 2), H100).exchanges == ()
+    assert share_of(call._replace(scope=ANY), Layout(1, 2, 2), H100).exchanges == ()
     with pytest.raises(AssertionError, match="response"):
-        share_of(replace(call, scope=RESPONSE), Layout(1, 2, 2), H100)
+        share_of(call._replace(scope=RESPONSE), Layout(1, 2, 2), H100)
 
 
 def test_launches_of_sums_over_ranks() -> None:
@@ -246,7 +245,7 @@ def test_launches_of_sums_over_ranks() -> None:
 
     def launches(layout: Layout) -> float:
         rows = layout.cp << 10
-        return share_of(replace(CHUNKED, rows=rows, all_rows=rows), layout, H100).launches / H100.launch
+        return share_of(CHUNKED._replace(rows=rows, all_rows=rows), layout, H100).launches / H100.launch
 
     alone = launches(Layout())
     assert [round(launches(Layout(1, cp, cp)) - alone) for cp in (2, 8, 1024)] == [9, 9, 9]
@@ -317,13 +316,13 @@ def test_launches_to_combine_and_of_the_objective() -> None:
 
     def evaluating() -> Callable[[], object]:
         logprobs, entropy, advantages, weights, old = (empty(10) for _ in range(5))
-        rows, objective = RowInputs(advantages, weights, old=old), RowObjective("clip", (0.2, 0.2, 0.0, 0.0))
+        rows, objective = RowInputs(advantages, weights, old=old), RowObjective("clip", numbers=Numbers(0.2, 0.2))
         return lambda: row_terms(logprobs, entropy, None, objective, rows)
 
     assert launched(evaluating) == pytest.approx(scaling._OBJECTIVE, rel=0.1)
     assert combined_rows(8, "cuda") == 34952
     with use_plan("recompute"):
-        one, two = (share_of(replace(CHUNKED, rows=rows), Layout(8, 1, 8), H100) for rows in (34952, 2 * 34952))
+        one, two = (share_of(CHUNKED._replace(rows=rows), Layout(8, 1, 8), H100) for rows in (34952, 2 * 34952))
     assert one.launches > (74 + 130) * H100.launch
     assert two.launches - one.launches >= 74 * H100.launch
 
@@ -335,11 +334,11 @@ def test_one_rank_is_the_plan_alone() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    call, layout = replace(CHUNKED, rows=1 << 17), Layout(8, 1, 8)
+    call, layout = CHUNKED._replace(rows=1 << 17), Layout(8, 1, 8)
     assert share_of(call, layout, H100, 3 << 30).plan.temporary_bytes <= 3 << 30
     with pytest.raises(BudgetTooSmall, match="too small for 131072 tokens x 4096 x 18992 in bfloat16: got 1048576"):
         share_of(call, layout, H100, 1 << 20)
-    assert scaling.of_sequence(replace(GRPO, hidden=32768), 1 << 20, layout, H100) is None
+    assert scaling.of_sequence(GRPO._replace(hidden=32768), 1 << 20, layout, H100) is None
 
 
 @refused(

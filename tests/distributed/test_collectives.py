@@ -15,8 +15,8 @@ from shards import EVEN, LAYOUTS, Case, Shards
 
 import fastrl
 from fastrl.distributed import groups
-from fastrl.linear import forward_gradient
-from fastrl.linear.backward import Backward
+from fastrl.passes import shards as sharded
+from fastrl.passes.backward import Backward
 from fastrl.planning.plans import use_plan
 
 #: 210 rows, of which 180 count, in chunks of some dozen; two of the shards have other tiles than the largest.
@@ -32,7 +32,7 @@ Events = list[str]
 def counting(patch: pytest.MonkeyPatch) -> Events:
     """Names of what follows: "exchange" between the hosts, "gather", "reduce", and "chunk" of a plan that has some."""
     events: Events = []
-    all_gather, all_reduce, form = groups._all_gather, dist.all_reduce, forward_gradient.forward_gradient
+    all_gather, all_reduce, form = groups._all_gather, dist.all_reduce, sharded.forward_gradient
     chunks_of = Backward._chunks
 
     def gathered(out: torch.Tensor, x: torch.Tensor, **more: Any) -> Any:
@@ -55,7 +55,7 @@ def counting(patch: pytest.MonkeyPatch) -> Events:
 
     patch.setattr(groups, "_all_gather", gathered)
     patch.setattr(dist, "all_reduce", reduced)
-    patch.setattr(forward_gradient, "forward_gradient", formed)
+    patch.setattr(sharded, "forward_gradient", formed)
     patch.setattr(Backward, "_chunks", chunks)
     for name in ("broadcast", "reduce_scatter", "all_to_all", "barrier", "all_gather", "all_gather_object"):
         patch.setattr(dist, name, None)

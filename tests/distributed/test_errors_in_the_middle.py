@@ -14,8 +14,8 @@ from shards import EVEN, Case
 
 import fastrl
 from fastrl.base import checks
-from fastrl.linear.backward import Backward
-from fastrl.linear.head import HeadSums, Held
+from fastrl.passes.backward import Backward
+from fastrl.passes.head import HeadSums, Workspace
 from fastrl.planning.plans import use_plan
 
 WRONG = 1
@@ -41,7 +41,7 @@ def in_forward(owner: Any, name: str, at: int, plan: str, chunks: int, readable:
     given = {**problem.arguments, "objective": OBJECTIVES["GRPO"], "tp_group": dist.group.WORLD}
     with pytest.MonkeyPatch.context() as patch, use_plan(plan):
         if chunks > 1:
-            patch.setattr("fastrl.linear.forward_gradient.row_chunks", in_chunks(chunks))
+            patch.setattr("fastrl.passes.forward_gradient.row_chunks", in_chunks(chunks))
         patch.setattr(owner, name, failing(getattr(owner, name), at))
         if not readable:  # as on a GPU: what the others sent is not looked at
             patch.setattr(checks, "values_are_checked", lambda tensor: False)
@@ -56,7 +56,7 @@ def in_forward(owner: Any, name: str, at: int, plan: str, chunks: int, readable:
 
 
 def in_chunks(number: int) -> Any:
-    from fastrl.linear.forward_gradient import Chunk
+    from fastrl.passes.forward_gradient import Chunk
 
     def chunks(count: int, active: int, size: int) -> list[Any]:
         ends = [count * i // number for i in range(number + 1)]
@@ -76,7 +76,7 @@ def is_own(error: str, plan: str) -> bool:
 @pytest.mark.parametrize(("chunks", "at"), [(1, 1), (2, 1), (2, 2), (5, 1), (5, 2), (5, 5)])
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_product_of_a_chunk_that_fails(ranks: Ranks, chunks: int, at: int, readable: bool) -> None:
-    found = ranks.run(in_forward, Held, "logits", at, "forward-gradient", chunks, readable)
+    found = ranks.run(in_forward, Workspace, "logits", at, "forward-gradient", chunks, readable)
     assert is_own(found.pop(WRONG), "forward-gradient")
     assert found == [TOLD if readable else "NaN"] * 3
 
@@ -99,6 +99,6 @@ def test_a_backward_that_fails(ranks: Ranks, plan: str, name: str) -> None:
 
 
 def test_statistics_that_fail(ranks: Ranks) -> None:
-    found = ranks.run(in_forward, Held, "logits", 1, "recompute", 1, True)
+    found = ranks.run(in_forward, Workspace, "logits", 1, "recompute", 1, True)
     assert is_own(found.pop(WRONG), "recompute")
     assert found == [TOLD] * 3

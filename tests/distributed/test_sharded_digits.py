@@ -16,10 +16,10 @@ from torch import Tensor
 from vocabulary import assert_as_good_as_torch, target_stats
 
 import fastrl
-from fastrl.backend.choice import kernels
+from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Statistics, Transform
-from fastrl.operators.combined import Combined
-from fastrl.operators.sharded import empty_shard_statistics
+from fastrl.passes.combined import Combined
+from fastrl.passes.linear import no_statistics
 from fastrl.planning.plans import use_plan
 
 SHARDS = (
@@ -79,7 +79,7 @@ def test_the_same_bits_as_slices_on_one_device(ranks: Ranks, backend: str, dtype
             local = targets - start
             own.append((local >= 0) & (local < size))
             row = (logits[None], local, None, NO_TRANSFORM)
-            stats = kernels(backend, logits).row_statistics(*row) if size else empty_shard_statistics(targets)
+            stats = row_functions(backend, logits).row_statistics(*row) if size else no_statistics(targets)
             parts.append(torch.stack(stats))
         combined = Combined(targets)
         combined.add(Statistics(*torch.stack(parts).unbind(1)), torch.stack(own))

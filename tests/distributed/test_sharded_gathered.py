@@ -14,7 +14,7 @@ from shards import EVEN, LAYOUTS, Shards, told, whole
 from torch import Tensor
 
 import fastrl
-from fastrl.losses import call as calls
+from fastrl.losses import request as calls
 from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
 

@@ -16,7 +16,7 @@ from shards import EVEN, LAYOUTS, Case, Shards, check_over_ranks, slow
 
 import fastrl
 from fastrl.objectives.batch import make_batch
-from fastrl.objectives.dependence import TOKEN, Given, scope
+from fastrl.objectives.row_local import TOKEN, Given, scope
 
 #: What `Problem` takes for 507 entries over 4 ranks, and some hundred rows: tiles and their chunks differ.
 LARGE: dict[str, Any] = {"size": (3, 70, 4, 507), "mask": (torch.arange(210).view(3, 70) % 7 > 0).long()}

@@ -15,10 +15,10 @@ from torch.nn.functional import linear
 from vocabulary import Truth, assert_as_good_as_torch, token_stats
 
 import fastrl
-from fastrl.backend.choice import kernels
+from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Transform
 from fastrl.distributed import groups
-from fastrl.operators.combined import Combined
+from fastrl.passes.combined import Combined
 
 B, T, VOCAB = 2, 3, 507
 EVEN, UNEVEN, EMPTY, PADDED = (254, 253), (128, 127, 126, 126), (300, 0, 200, 7), (200, 0, 300, 64)
@@ -221,7 +221,7 @@ def test_the_bits_are_those_of_slices_on_one_device(ranks: Ranks, shards: tuple[
     torch.manual_seed(0)
     logits, arguments, (a, b) = posed(case)
     targets, valid = arguments["targets"].view(-1), arguments["mask"].bool().view(-1)
-    transform, row_kernels = Transform(0.7, None, 1.5, 8.0), kernels("cpp", logits)
+    transform, row_kernels = Transform(0.7, None, 1.5, 8.0), row_functions("cpp", logits)
     combined, start, slices, here = Combined(targets), 0, [], []
     for size in filter(None, shards):
         columns = logits[..., start : start + size]

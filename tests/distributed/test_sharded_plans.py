@@ -13,7 +13,7 @@ from ranks import Ranks
 from shards import EVEN, LAYOUTS, Case
 
 import fastrl
-from fastrl.losses import call as calls
+from fastrl.losses import spread
 from fastrl.planning import plans
 
 PADDED = LAYOUTS["padding alone last"]
@@ -45,7 +45,7 @@ def choices(which: str, given: dict[str, Any]) -> list[str]:
 
         patch.setattr(plans, "choose", spy)
         if which == "memory":  # devices of different sizes
-            patch.setattr(calls, "default_budget", lambda *_: (3 - rank) << 20)
+            patch.setattr(spread, "default_budget", lambda *_: (3 - rank) << 20)
         try:
             problem.arguments["targets"] = torch.zeros(3, 4, dtype=torch.int64)
             arguments = {**problem.arguments, **given, **shards.options(rank), "tp_group": dist.group.WORLD}

@@ -129,10 +129,10 @@ def test_the_kernel_in_cuda_is_asked_by_the_functions_that_have_it(monkeypatch: 
 
 
 def test_the_other_functions_need_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_backend(name: str) -> Any:
-        raise AssertionError(f"{name} was asked for")
+    def no_backend(name: str, device: torch.device) -> Any:
+        raise AssertionError(f"{name or device} was asked for")
 
-    monkeypatch.setattr(choice, "_module", no_backend)
+    monkeypatch.setattr(choice, "_chosen", no_backend)
     for name, case in cases().items():
         if name in VOCABULARY:
             with pytest.raises(AssertionError, match="was asked for"):

@@ -15,10 +15,10 @@ from places import ROOT
 import fastrl
 from fastrl.backend.cuda import row_forward_gradient as cluster_kernel
 from fastrl.losses import supports
-from fastrl.objectives import dependence
-from fastrl.objectives.dependence import Given, scope
+from fastrl.objectives import row_local
 from fastrl.objectives.objective import KL, RolloutCorrection
 from fastrl.objectives.presets import any_numbers
+from fastrl.objectives.row_local import Given, scope
 from fastrl.planning import budget
 
 FOLDER = ROOT / "docs" / "functions"
@@ -263,7 +263,7 @@ def test_which_plans_a_function_has():
 
 def test_which_objectives_are_row_local():
     rows = first_table(page("plans"), "Row-local objectives")
-    words = {dependence.TOKEN: "row-local", dependence.RESPONSE: "whole response", dependence.BATCH: "whole batch"}
+    words = {row_local.TOKEN: "row-local", row_local.RESPONSE: "whole response", row_local.BATCH: "whole batch"}
     seen = set()
     for what, off, on in rows:
         for name in set(re.findall(r"\w+", what)) & set(fastrl.PRESETS):
@@ -272,12 +272,12 @@ def test_which_objectives_are_row_local():
             for text, given in ((off, Given()), (on, Given(old=False))):
                 assert text.startswith(words[scope(preset, given)]), (name, text)
             if "if advantages" in on:
-                assert scope(preset, Given(old=False, uneven=True)) == dependence.RESPONSE
+                assert scope(preset, Given(old=False, uneven=True)) == row_local.RESPONSE
             elif on == "row-local":
-                assert scope(preset, Given(old=False, uneven=True)) == dependence.TOKEN
+                assert scope(preset, Given(old=False, uneven=True)) == row_local.TOKEN
             if "without `rollout_logprobs`" in on:
-                assert scope(preset, Given(old=False, rollout=True)) == dependence.RESPONSE
-    token = {name for name in fastrl.PRESETS if scope(any_numbers(name), Given()) == dependence.TOKEN}
+                assert scope(preset, Given(old=False, rollout=True)) == row_local.RESPONSE
+    token = {name for name in fastrl.PRESETS if scope(any_numbers(name), Given()) == row_local.TOKEN}
     assert set(fastrl.PRESETS) - seen <= token
     corrected = fastrl.PPO(rollout_correction=RolloutCorrection("sequence"))
     assert [scope(corrected, Given(old=old, rollout=True)) for old in (True, False)] == ["token", "response"]
@@ -290,7 +290,7 @@ def test_the_bounds_of_the_cluster_kernel_and_the_warnings():
     lowest, highest = cluster_kernel._FASTER[0], cluster_kernel._FASTER[-1]
     assert f"| columns | {lowest:,} to {highest:,} |" in text
     source = "".join(
-        path.read_text() for folder in ("backend", "linear") for path in (ROOT / "fastrl" / folder).rglob("*.py")
+        path.read_text() for folder in ("backend", "passes") for path in (ROOT / "fastrl" / folder).rglob("*.py")
     )
     beginnings = [re.search(r"`(.*) \.\.\.`", row[0])[1] for row in first_table(text, "Warnings of slower paths")]
     assert len(beginnings) == source.count("warnings.warn(")

@@ -19,7 +19,7 @@ from run_files import write_toml
 
 import fastrl
 import fastrl.backend.choice as choice
-import fastrl.linear.head as head
+import fastrl.passes.head as head
 import fastrl.training.rl.experience as experience
 from fastrl.backend.cpp import build
 from fastrl.base.errors import UserError
@@ -166,7 +166,7 @@ def test_the_reasons_of_a_missing_backend(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeError) as forced, fastrl.use_backend("triton"):
         pass
     with pytest.raises(RuntimeError) as elsewhere:
-        choice.kernels("cpp", SimpleNamespace(device=torch.device("cuda:0")))
+        choice.row_functions("cpp", SimpleNamespace(device=torch.device("cuda:0")))
     shown = (f"UserWarning: {caught[0].message}", *(f"RuntimeError: {x.value}" for x in (forced, elsewhere)))
     assert list(shown) == lines
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import kernels
+from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Best, Entries
 
 VOCAB, ROWS = 700, 6
@@ -47,7 +47,7 @@ def test_of_equal_entries_the_lowest_is_the_best(
     best = Best(torch.full_like(rows, -1), torch.full((ROWS,), -torch.inf, device=backend_device))
     for first, end in slices:
         part = logits[:, first:end].to(backend_device)
-        targets = kernels(backend, part).gather_entries(part[None], first, rows, entries, values, best)
+        targets = row_functions(backend, part).gather_entries(part[None], first, rows, entries, values, best)
         here = (best.ids >= first) & (best.ids < end)
         assert torch.equal(targets, (best.ids - first).where(here, -1))
     assert list(zip(best.ids.tolist(), best.values.tolist(), strict=True)) == expected
@@ -65,5 +65,5 @@ def test_each_gradient_reaches_its_entry(slices: list[tuple[int, int]], backend:
     rows = torch.arange(ROWS, device=backend_device)
     for first, end in slices:
         out = torch.zeros(1, ROWS, end - first, device=backend_device)
-        kernels(backend, out).scatter_entries(gradient, first, rows, entries, out)
+        row_functions(backend, out).scatter_entries(gradient, first, rows, entries, out)
         assert torch.equal(out[0].cpu(), expected[:, first:end])

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastrl.backend.contract import Transform
 from fastrl.backend.cpp import backend as cpp_backend
 from fastrl.backend.cuda.row_forward_gradient import use_clusters
-from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.objectives.rows import TERMS, Numbers, RowInputs, RowObjective
 
 triton_backend = pytest.importorskip("fastrl.backend.triton.backend")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -24,7 +24,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 
 IDENTITY = Transform()
 BACKENDS = [triton_backend] if torch.cuda.is_available() else [triton_backend, cpp_backend]
-CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30))
+CLIP = RowObjective("clip", numbers=Numbers(0.2, 0.2, 1e30, 1e30))
 V = 1000
 BEYOND = 2**31 + 4096  # entries from one row to the next
 

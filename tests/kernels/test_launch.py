@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.contract import Divergence, PairStatistics, Statistics, Transform
-from fastrl.objectives.rows import RowInputs, RowObjective
+from fastrl.objectives.rows import Numbers, RowInputs, RowObjective
 
 backend = pytest.importorskip("fastrl.backend.triton.backend")
 
 from fastrl.kernels import combine_splits, row_divergence, row_forward_gradient, row_gradient, row_statistics, scale  # noqa: E402
 from fastrl.kernels.configuration import configuration, is_aligned  # noqa: E402
 
-CLIP = RowObjective("clip", (0.2, 0.2, 1e30, 1e30))
+CLIP = RowObjective("clip", numbers=Numbers(0.2, 0.2, 1e30, 1e30))
 
 
 class Recorder:
@@ -75,8 +75,9 @@ def test_integers_become_floats_and_fusion_is_explicit(recorder: Recorder) -> No
         assert options["num_stages"] == 1
         assert not any(isinstance(a, bool) for a in args)
     for _, args, _ in recorder.launches[:5]:
-        assert any(isinstance(a, float) for a in args)
-        assert all(isinstance(a, float | int | Tensor | None) for a in args)
+        tuples = [a for a in args if isinstance(a, tuple)]
+        assert tuples and all(isinstance(number, float) for numbers in tuples for number in numbers)
+        assert all(isinstance(a, float | int | tuple | Tensor | None) for a in args)
 
 
 def test_sizes_depend_on_the_row_only() -> None:
@@ -120,7 +121,7 @@ def test_compilations_on_a_gpu() -> None:
     def result(rows: int, vocab: int, temperature: float, epsilon: float) -> None:
         logits = torch.randn(1, rows, vocab, device="cuda", dtype=torch.bfloat16)
         ones = torch.ones(rows, device="cuda")
-        objective = CLIP._replace(gate_parameters=(epsilon, epsilon, 1e30, 1e30))
+        objective = CLIP._replace(numbers=Numbers(epsilon, epsilon, 1e30, 1e30))
         targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
         backend.row_forward_gradient(
             logits, targets, None, Transform(temperature), objective, RowInputs(ones, ones, ones)

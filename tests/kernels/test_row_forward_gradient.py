@@ -15,10 +15,10 @@ from torch import Tensor
 import fastrl
 from fastrl.objectives.gates import GATE_FORMULAS
 from fastrl.objectives.objective import KL_FORMULAS
-from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.objectives.rows import TERMS, Numbers, RowInputs, RowObjective
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-REINFORCE = RowObjective("reinforce", (0.0,) * 4)
+REINFORCE = RowObjective("reinforce")
 #: All inputs, none, each alone, and all but each.
 PRESENCES = [OPTIONAL, (), *((x,) for x in OPTIONAL), *(tuple(set(OPTIONAL) - {x}) for x in OPTIONAL)]
 
@@ -67,7 +67,7 @@ def test_every_objective(backend: str, gate: str, kl: str, rollout: str, device:
     for seed, present in enumerate(PRESENCES if cpp else PRESENCES[:1]):
         inputs = cases.random_inputs(logprobs, present, seed)
         for bound in bounds if seed == 0 else bounds[seed % 2 :][:1]:
-            objective = RowObjective(gate, cases.PARAMETERS[gate], kl, cases.CORRECTIONS[rollout], bound)
+            objective = RowObjective(gate, kl, Numbers(*cases.PARAMETERS[gate], *cases.CORRECTIONS[rollout], bound))
             cases.check_forward_gradient(logits, targets, None, PLAIN, objective, inputs)
 
 

@@ -11,10 +11,10 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from fastrl.backend.triton.formulas import device_objective  # noqa: E402
+from fastrl.backend.triton.formulas import device_terms  # noqa: E402
 from fastrl.objectives.gates import NoGate  # noqa: E402
 from fastrl.objectives.objective import KL, Objective  # noqa: E402
-from fastrl.objectives.rows import RowObjective  # noqa: E402
+from fastrl.objectives.rows import Numbers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -31,15 +31,7 @@ def _terms(
     advantage_ptr,
     policy_weight,
     kl_weight,
-    p0,
-    p1,
-    p2,
-    p3,
-    low,
-    high,
-    reject_low,
-    reject_high,
-    bound,
+    numbers,
     c_ptr,
     kl_ptr,
     OBJECTIVE: tl.constexpr,
@@ -49,39 +41,20 @@ def _terms(
     old, ref, a = tl.load(old_ptr + offsets), tl.load(ref_ptr + offsets), tl.load(advantage_ptr + offsets)
     zero = 0.0 * old
     logp = tl.load(logp_ptr + offsets)
-    _loss, _policy, kl, _ratio, _weight, _side, _approx_kl, _clamped, c, _h = OBJECTIVE(
-        logp,
-        zero,
-        old,
-        ref,
-        old,
-        a,
-        zero + policy_weight,
-        zero + kl_weight,
-        zero,
-        zero - 1e30,
-        p0,
-        p1,
-        p2,
-        p3,
-        low,
-        high,
-        reject_low,
-        reject_high,
-        bound,
-    )
-    tl.store(c_ptr + offsets, c)
-    tl.store(kl_ptr + offsets, kl)
+    inputs = (a, zero + policy_weight, old, ref, old, zero + kl_weight, zero, zero - 1e30)
+    terms = OBJECTIVE(logp, zero, inputs, numbers)
+    tl.store(c_ptr + offsets, terms[8])
+    tl.store(kl_ptr + offsets, terms[2])
 
 
 def _run(objective: Objective, device: str, policy_weight: float, s: Sweep = TOKENS) -> tuple[Tensor, Tensor]:
     """c and the KL, with a KL coefficient of 1."""
     kind = "none" if objective.kl is None else objective.kl.kind
-    row = RowObjective(objective.gate.formula, objective.gate.parameters(), kind, max_log_ratio=objective.max_log_ratio)
-    terms, numbers = device_objective(row)
+    terms, numbers = device_terms(objective.gate.formula, kind), Numbers(*objective.gate.parameters())
+    numbers = tuple(map(float, numbers._replace(max_log_ratio=objective.max_log_ratio)))
     logp, old, ref, a = (t.float().to(device) for t in (s.logp, s.logp - s.x, s.logp + s.d, s.a))
     c, kl = torch.empty_like(old), torch.empty_like(old)
-    _terms[(len(old) // BLOCK,)](logp, old, ref, a, policy_weight, 1.0, *numbers, c, kl, OBJECTIVE=terms, BLOCK=BLOCK)
+    _terms[(len(old) // BLOCK,)](logp, old, ref, a, policy_weight, 1.0, numbers, c, kl, OBJECTIVE=terms, BLOCK=BLOCK)
     return c.cpu(), kl.cpu()
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced
+from fastrl.passes.operator import scale
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -19,7 +20,7 @@ def device(backend_device: str) -> str:
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    kernels(forced(), tensor).scale(tensor, torch.tensor(factor, device=tensor.device), tensor)
+    scale(tensor, torch.tensor(factor, device=tensor.device), tensor, forced())
     return tensor
 
 
@@ -41,7 +42,7 @@ def test_into_another_dtype_it_rounds_once(
 ) -> None:
     tensor = torch.randn(shape).to(device)
     before, out = tensor.clone(), torch.empty_like(tensor, dtype=dtype)
-    kernels(forced(), tensor).scale(tensor, torch.tensor(factor, device=device), out)
+    scale(tensor, torch.tensor(factor, device=device), out, forced())
     expected = (before * torch.tensor(factor, device=device)).to(dtype)
     assert cases.same_bits(tensor, before)
     rounding = cases.rounding(dtype, device == "cpu")

@@ -9,13 +9,13 @@ import torch
 from kernel_cases import OBJECTIVE, OPTIONAL, PLAIN
 from torch import Tensor
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced, row_functions
 from fastrl.backend.contract import LossTerms, Statistics, Support, Transform
 from fastrl.backend.torch import rows as reference
-from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.objectives.rows import TERMS, Numbers, RowInputs, RowObjective
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-REINFORCE = RowObjective("reinforce", (0.0,) * 4)
+REINFORCE = RowObjective("reinforce")
 VOCAB = 1000
 # A few entries, one, none, a block and one entry more, several blocks, one row that does not count, and two idle rows.
 SIZES = (8, 1, 0, 257, 3, 700, 2, 5, 5)
@@ -50,7 +50,7 @@ def _apart(
     values: Tensor, targets: Tensor, support: Support, t: Transform, c: Tensor, h: Tensor | None
 ) -> tuple[Statistics, Tensor]:
     """Statistics and gradient by their own functions."""
-    backend, out = kernels(forced(), values), torch.full_like(values, 7.0)
+    backend, out = row_functions(forced(), values), torch.full_like(values, 7.0)
     found = backend.support_statistics(values, targets, support, t)
     backend.support_gradient(values, targets, support, t, found, c, h, out)
     return found, out
@@ -60,7 +60,7 @@ def _run(
     values: Tensor, targets: Tensor, support: Support, t: Transform, objective: RowObjective, inputs: RowInputs
 ) -> tuple[LossTerms, Tensor]:
     """In place and beside the values, with the same bits."""
-    backend, out, inside = kernels(forced(), values), torch.full_like(values, 7.0), values.clone()
+    backend, out, inside = row_functions(forced(), values), torch.full_like(values, 7.0), values.clone()
     found = backend.support_forward_gradient(values, targets, support, t, objective, inputs, out)
     again = backend.support_forward_gradient(inside, targets, support, t, objective, inputs, inside)
     assert all(map(cases.same_bits, (*found, out), (*again, inside)))
@@ -88,7 +88,7 @@ def test_a_forward_gradient_is_its_three_parts(name: str, device: str) -> None:
 @pytest.mark.parametrize("gate", ["clip", "gamma"])
 def test_terms_and_gradient_against_float64(gate: str, present: tuple[str, ...], device: str) -> None:
     case, mask = _case(device), TAKES_PART.to(device)
-    objective = OBJECTIVE._replace(gate=gate, gate_parameters=cases.PARAMETERS[gate])
+    objective = RowObjective(gate, OBJECTIVE.kl, Numbers(*cases.PARAMETERS[gate], *OBJECTIVE.numbers[4:]))
     statistics, _ = _apart(*case, PLAIN, torch.zeros(len(SIZES), device=device), None)
     inputs = cases.random_inputs(statistics.logprobs, present, len(present))
     found, gradient = _run(*case, PLAIN, objective, inputs)

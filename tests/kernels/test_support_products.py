@@ -11,7 +11,7 @@ import torch
 from pairs import pairs
 from torch import Tensor
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced, row_functions
 from fastrl.backend.contract import ByToken, Support
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -24,15 +24,15 @@ def device(backend_device: str) -> str:
 
 
 def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, *support: Tensor) -> Tensor:
-    return kernels(forced(), hidden).support_products(hidden, weight, bias, Support(*support))
+    return row_functions(forced(), hidden).support_products(hidden, weight, bias, Support(*support))
 
 
 def support_hidden(gradient: Tensor, weight: Tensor, *rest: Any) -> None:
-    kernels(forced(), weight).support_hidden(gradient, weight, Support(*rest[:3]), *rest[3:])
+    row_functions(forced(), weight).support_hidden(gradient, weight, Support(*rest[:3]), *rest[3:])
 
 
 def support_weight(gradient: Tensor, hidden: Tensor, *rest: Any) -> None:
-    kernels(forced(), hidden).support_weight(gradient, hidden, ByToken(*rest[:4]), *rest[4:])
+    row_functions(forced(), hidden).support_weight(gradient, hidden, ByToken(*rest[:4]), *rest[4:])
 
 
 def _blank(*tensors: Tensor) -> None:
@@ -307,7 +307,10 @@ def test_gradients_without_an_entry_are_zero(sizes: tuple[int, ...], device: str
 def test_entries_sorted_by_token(sizes: tuple[int, ...], device: str) -> None:
     valid = torch.rand(len(sizes)) < 0.7
     support = support_cases.random_support(sizes, 600, device, valid)
-    found, expected = kernels(forced(), support.token_ids).by_token(support, 600), support_cases.by_token(support, 600)
+    found, expected = (
+        row_functions(forced(), support.token_ids).by_token(support, 600),
+        support_cases.by_token(support, 600),
+    )
     taking_part = expected.token_ids < 600
     assert torch.equal(found.token_ids, expected.token_ids) and torch.equal(found.entries, expected.entries)
     assert torch.equal(found.rows[taking_part], expected.rows[taking_part])

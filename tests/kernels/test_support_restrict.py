@@ -6,7 +6,7 @@ import pytest
 import support_cases
 import torch
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced, row_functions
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -21,7 +21,7 @@ def test_what_is_not_kept_is_minus_infinity(backend_device: str, first: int, wid
         dense[row, support.token_ids[span].long()] = True
     dense[1] = True  # without ids: everything
     inside = dense[rows][:, first : first + width]
-    kernels(forced(), logits).support_restrict(logits, first, rows, support.token_ids, support.offsets)
+    row_functions(forced(), logits).support_restrict(logits, first, rows, support.token_ids, support.offsets)
     assert torch.equal(logits[inside], before[inside]) and (logits[~inside] == -torch.inf).all()
     nothing = logits[:0]
-    kernels(forced(), nothing).support_restrict(nothing, 0, rows[:0], support.token_ids, support.offsets)
+    row_functions(forced(), nothing).support_restrict(nothing, 0, rows[:0], support.token_ids, support.offsets)

@@ -8,7 +8,7 @@ import support_cases
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced, row_functions
 from fastrl.backend.contract import Statistics, Support, Transform
 
 # Triton's interpreter is numpy, which warns where a GPU's arithmetic silently gives infinities and NaN.
@@ -86,7 +86,7 @@ def _case(device: str, sizes: tuple[int, ...] = SIZES, valid: Tensor | None = VA
 
 
 def _statistics(values: Tensor, targets: Tensor, support: Support, t: Transform = IDENTITY) -> Statistics:
-    return kernels(forced(), values).support_statistics(values, targets, support, t)
+    return row_functions(forced(), values).support_statistics(values, targets, support, t)
 
 
 def _gradient(
@@ -100,7 +100,7 @@ def _gradient(
 ) -> Tensor:
     out = torch.full_like(values, 7.0) if out is None else out
     found = _statistics(values, targets, support, t)
-    kernels(forced(), values).support_gradient(values, targets, support, t, found, c, h, out)
+    row_functions(forced(), values).support_gradient(values, targets, support, t, found, c, h, out)
     return out
 
 

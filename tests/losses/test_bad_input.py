@@ -205,7 +205,7 @@ def test_kernels_answer_a_bad_target_with_nan(backend: str, backend_device: str)
     """What a GPU does without `check_inputs()`: that token's log-probability is NaN, the others are right."""
     logits = torch.randn(1, 3, V, device=backend_device)
     targets = torch.tensor([1, V, -1], device=backend_device)
-    found = backends.kernels(backends.forced(), logits).row_statistics(logits, targets, None, Transform())
+    found = backends.row_functions(backends.forced(), logits).row_statistics(logits, targets, None, Transform())
     assert found.logprobs.isnan().tolist() == [False, True, True]
 
 
@@ -227,7 +227,7 @@ def test_backends() -> None:
 def test_a_missing_backend_says_why_and_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     module = backends._module("cpp")
     monkeypatch.setattr(module, "why_unavailable", lambda: "no compiler in this test")
-    for cached in (backends._why_unavailable, backends._default):
+    for cached in (backends._why_unavailable, backends._default, backends._chosen):
         cached.cache_clear()
     try:
         assert fastrl.backends()["cpp"] == "no compiler in this test"
@@ -241,7 +241,7 @@ def test_a_missing_backend_says_why_and_falls_back_with_one_warning(monkeypatch:
         assert [str(w.message) for w in caught] == [words]
         torch.testing.assert_close(out.logprobs, -torch.tensor([float(V)]).log())
     finally:
-        for cached in (backends._why_unavailable, backends._default):
+        for cached in (backends._why_unavailable, backends._default, backends._chosen):
             cached.cache_clear()
 
 

@@ -12,7 +12,7 @@ from problem import CLOSE, B, Problem, T, V, assert_same
 
 import fastrl
 from fastrl.objectives.batch import make_batch
-from fastrl.objectives.dependence import Given, why_not_row_local
+from fastrl.objectives.row_local import Given, why_not_row_local
 from fastrl.planning.plans import use_plan
 
 

@@ -14,8 +14,8 @@ from vocabulary import assert_as_good_as_torch, target_stats
 
 import fastrl
 from fastrl.backend.torch import backend as torch_backend
-from fastrl.linear import head as products
-from fastrl.losses import call
+from fastrl.losses import request as call
+from fastrl.passes import head as products
 from fastrl.planning.plans import use_plan
 
 # Several chunks and slices, the last of each ragged, of the smallest tile that is ever chosen (64 x 128).
@@ -177,7 +177,7 @@ def test_sampling_masks(
     if backend == "triton" and backend_device == "cpu":
         pytest.skip(INTERPRETED)
     monkeypatch.setattr(call, "widest_support", lambda vocab, device, itemsize: widest)
-    monkeypatch.setattr(call, "gathers", lambda rows, ids, sizes: False)
+    monkeypatch.setattr(call, "gathers", lambda *_: False)
 
     def sets(targets: Tensor, g: torch.Generator) -> fastrl.SamplingMask:
         n = targets.numel()

@@ -14,7 +14,7 @@ from vocabulary import assert_as_good_as_torch, target_stats
 
 import fastrl
 from fastrl.base import checks
-from fastrl.losses import call
+from fastrl.losses import request as call
 from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
 
@@ -28,7 +28,7 @@ KINDS = ("narrow", "mixed", "targets alone", "wide", "full")
 @pytest.fixture(autouse=True)
 def few_wide_rows_are_dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """In problems as small as these it would be cheaper to gather them."""
-    monkeypatch.setattr(call, "gathers", lambda rows, ids, sizes: False)
+    monkeypatch.setattr(call, "gathers", lambda *_: False)
 
 
 #: The second response has tokens at its beginning alone.

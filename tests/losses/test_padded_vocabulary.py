@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl.linear.head import Head, Held
+from fastrl.passes.head import Head, Workspace
 from fastrl.planning.plans import use_plan
 from fastrl.planning.tiling import Tile
 
@@ -368,7 +368,7 @@ def test_heads_of_a_divergence_count_the_same_entries() -> None:
 def test_rows_of_a_tile_begin_on_a_cache_line(device: str) -> None:
     """Of an odd vocabulary, whose products would not be aligned; and the planner counts that memory."""
     head = Head(torch.randn(5, 8, device=device), torch.randn(101, 8, device=device), None)
-    held = Held(head, Tile(3, 101), False, "")
+    held = Workspace(head, Tile(3, 101), False, "")
     logits = held.logits(held.hidden(slice(1, 3)), slice(0, 101))
     assert logits.shape == (2, 101) and logits.stride() == (128, 1)
     assert logits.untyped_storage().nbytes() == 3 * 128 * 4

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fastrl
 from fastrl.base import checks
-from fastrl.linear import forward_gradient
 from fastrl.losses.low_rank import low_rank_token_logprobs
 from fastrl.objectives.objective import Objective
+from fastrl.passes import forward_gradient
 from fastrl.planning.plans import use_plan
 
 DAPO = fastrl.DAPO()
@@ -360,14 +360,14 @@ def test_cu_seqlens_that_do_not_cover_the_tokens_give_nan_where_they_are_not_rea
 def test_checkpointing_around_a_loss_drops_its_gradients_and_forms_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Non-reentrant: no gradient is alive between forward and backward, which run the kernel once each."""
     formed: list[Any] = []
-    real = forward_gradient.row_local_gradients
+    real = forward_gradient.forward_gradient
 
     def noted(*args: Any, **options: Any) -> Any:
         found = real(*args, **options)
         formed.append([weakref.ref(gradient) for gradient in found[1] if gradient is not None])
         return found
 
-    monkeypatch.setattr(forward_gradient, "row_local_gradients", noted)
+    monkeypatch.setattr(forward_gradient, "forward_gradient", noted)
     problem = Problem("cpu")
     expected = problem.by_hidden(fastrl.DAPO())[1]
     formed.clear()

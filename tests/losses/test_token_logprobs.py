@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy, linear
 from vocabulary import Truth, assert_as_good_as_torch, target_stats, token_stats
 
 import fastrl
-from fastrl.backend.choice import kernels
+from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Transform
 from fastrl.backend.torch import rows as reference_rows
-from fastrl.operators.combined import Combined
+from fastrl.passes.combined import Combined
 from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
 
@@ -223,7 +223,7 @@ def test_no_entropy_of_combined_slices_is_below_0(backend: str, backend_device: 
     combined = Combined(targets)
     for part, first in zip(logits.split([1, 2], -1), (0, 1), strict=True):
         here = targets == first
-        combined.add(kernels(backend, part).row_statistics(part, targets - first, None, Transform()), here)
+        combined.add(row_functions(backend, part).row_statistics(part, targets - first, None, Transform()), here)
     entropy = combined.finish().entropy
     assert entropy[0].isnan() and entropy[1:].min() >= 0
 

@@ -143,7 +143,7 @@ def test_it_is_the_plan_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         result = planned(*args, **kwargs)
-        names.append(result.plan.name)
+        names.append(result[1].name)
         return result
 
     monkeypatch.setattr(module, "planned", spy)

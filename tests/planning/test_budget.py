@@ -20,9 +20,9 @@ from python import python
 from smallest_budget import smallest_budget
 
 import fastrl
-from fastrl.objectives.dependence import ANY
-from fastrl.planning.plans import Call, choose
-from fastrl.planning.tiling import Needs
+from fastrl.objectives.row_local import ANY
+from fastrl.planning.plans import choose
+from fastrl.planning.tiling import Call, Needs
 
 MIB = 2**20
 #: A call, and later what was measured of it.
@@ -255,8 +255,8 @@ def test_a_pass_gives_its_tile_back_where_the_next_has_no_room_beside_it() -> No
         scope=ANY,
         slopes=1,
     )
-    assert choose(call, 16 * MIB).pass_budget.mapped
-    assert not choose(call, 1024 * MIB).pass_budget.mapped
+    assert choose(call, 16 * MIB).mapped
+    assert not choose(call, 1024 * MIB).mapped
     by_malloc, mapped = map(int, python("-c", _FREED).split())
     assert mapped < 2 * MIB < 15 * MIB < by_malloc
 
@@ -264,7 +264,7 @@ def test_a_pass_gives_its_tile_back_where_the_next_has_no_room_beside_it() -> No
 #: Prints how many bytes stay resident of 16 MiB that were freed, by malloc and as a plan's tile.
 _FREED = """
 import os, pathlib, torch
-from fastrl.linear import head
+from fastrl.passes import head
 
 def resident():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

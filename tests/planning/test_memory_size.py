@@ -36,7 +36,7 @@ def test_a_container_has_what_it_may_take(monkeypatch: pytest.MonkeyPatch, limit
         return f"{limit}\n"
 
     monkeypatch.setattr(Path, "read_text", text)
-    assert memory_bytes("cpu") == size and default_budget("cpu") == size // 16
+    assert memory_bytes("cpu") == size and default_budget.__wrapped__("cpu") == size // 16
     assert read == ["/sys/fs/cgroup/memory.max"], "once"
 
 

@@ -17,9 +17,8 @@ from vocabulary import assert_as_good_as_torch
 
 import fastrl
 from fastrl.backend.torch import backend as torch_backend
-from fastrl.linear import head as products
-from fastrl.losses.linear import CODE
-from fastrl.planning import plans, tiling
+from fastrl.passes import head as products
+from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
 
 # Three chunks and three slices, the last of each ragged, of the smallest tile that is ever chosen (64 x 128).
@@ -296,10 +295,6 @@ def test_logprobs_by_every_plan(
     for _ in range(2):
         actual = torch.autograd.grad(value, [x for x in leaves.values() if x.requires_grad], retain_graph=True)
         torch.testing.assert_close(actual, expected, check_dtype=False, **close)
-
-
-def test_every_plan_has_its_code() -> None:
-    assert tuple(CODE) == plans.PLANS
 
 
 @pytest.mark.parametrize(

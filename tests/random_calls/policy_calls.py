@@ -19,6 +19,8 @@ from torch import Tensor
 from vocabulary_draw import Vocabulary, draw_backend
 
 import fastrl
+from fastrl.passes.forward_gradient import gradients_backward
+from fastrl.passes.operator import hand_over
 from fastrl.planning.plans import PLANS, use_plan
 
 
@@ -119,16 +121,16 @@ def _by_plan(draw: Draw, plan: str | None, function: Any, work: Vocabulary, opti
         return function(*work.arguments, **options, memory_budget=budget)
 
 
-#: The functions whose gradients are formed with the loss, and handed over once.
-FORMED = {"_AttachBackward", "linear_forward_gradient", "divergence_forward_gradient"}
+#: The backwards of functions whose gradients are formed with the loss, and handed over once.
+FORMED = {hand_over, gradients_backward}
 
 
-def nodes(function: Any) -> Iterator[str]:
-    """The names of a graph's autograd functions, of fastrl's operators their own."""
+def backwards(function: Any) -> Iterator[Any]:
+    """The backwards of fastrl's functions in a graph."""
     if function is not None:
-        yield function.operator.__name__ if hasattr(function, "operator") else type(function).__name__
+        yield getattr(function, "run_backward", None)
         for following, _ in function.next_functions:
-            yield from nodes(following)
+            yield from backwards(following)
 
 
 def backward(draw: Draw, loss: Tensor, work: Vocabulary, factor: float) -> float:
@@ -139,7 +141,7 @@ def backward(draw: Draw, loss: Tensor, work: Vocabulary, factor: float) -> float
     scaled.backward(retain_graph=twice)
     if not twice:
         return factor
-    if work.inplace or FORMED & set(nodes(loss.grad_fn)):
+    if work.inplace or FORMED & set(backwards(loss.grad_fn)):
         with pytest.raises(RuntimeError, match="compute the loss again"):
             scaled.backward()
         return factor

@@ -166,10 +166,10 @@ def _kernel(case: Case, sizes: Any) -> tuple[Any, dict[str, Any], int]:
 
         constants |= {"BLOCKS": 16} | ({} if case.entropy else {"h_ptr": None})
         return row_gradient_kernel, constants, sizes.warps
-    from fastrl.backend.triton.formulas import row_terms
+    from fastrl.backend.triton.formulas import device_terms
     from fastrl.kernels.row_forward_gradient import row_forward_gradient_kernel
 
-    constants |= {"SEGMENTS": sizes.segments, "OBJECTIVE": row_terms(*case.objective)}
+    constants |= {"SEGMENTS": sizes.segments, "OBJECTIVE": device_terms(*case.objective)}
     constants |= {"gradient_ptr": None} if case.kernel == "forward-gradient" else {}
     constants |= {} if case.entropy else {"entropy_weights_ptr": None, "entropy_threshold_ptr": None}
     return row_forward_gradient_kernel, constants, sizes.forward_gradient_warps
@@ -203,7 +203,7 @@ def launch_keys() -> dict[str, list[str]]:
     from fastrl.backend.contract import Statistics, Transform
     from fastrl.backend.triton import backend as triton_backend
     from fastrl.kernels import combine_splits, row_forward_gradient, row_gradient, row_statistics
-    from fastrl.objectives.rows import RowInputs, RowObjective
+    from fastrl.objectives.rows import Numbers, RowInputs, RowObjective
 
     keys: dict[str, list[str]] = {}
     for module in (row_statistics, combine_splits, row_gradient, row_forward_gradient):
@@ -224,7 +224,9 @@ def launch_keys() -> dict[str, list[str]]:
         numbers = torch.empty(10, rows).unbind()
         targets, mask = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
         transform = Transform(temperature, None, scale)
-        objective = RowObjective("clip", (epsilon, epsilon, number, number), "k3", (epsilon, number) * 2, number)
+        objective = RowObjective(
+            "clip", "k3", Numbers(epsilon, epsilon, number, number, *(epsilon, number) * 2, number)
+        )
         for limit in (0, 1 << 20):  # whole rows, then their segments apart
             row_statistics._PROGRAMS = limit
             triton_backend.row_statistics(logits, targets, mask, transform)

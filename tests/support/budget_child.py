@@ -145,7 +145,7 @@ def peak(call: Callable[[], Any]) -> int:
 
 def workspace(plan: memory.Plan, width: int, dtype: torch.dtype) -> int:
     """What the matrix library holds for products of the plan's tiles, beside their operands."""
-    dtypes = {dtype, torch.float32} if plan.pass_budget.float32_logits else {dtype}
+    dtypes = {dtype, torch.float32} if plan.call.float32_logits else {dtype}
     tiles = plan.tiles.values()
     return max((_product_workspace(tile.rows, width, tile.columns, x) for tile in tiles for x in dtypes), default=0)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from vocabulary import log_sum_of_all
 
-from fastrl.backend.choice import forced, kernels
+from fastrl.backend.choice import forced, row_functions
 from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.backend.torch import rows as reference
-from fastrl.objectives.rows import NO_CORRECTION, TERMS, RowInputs, RowObjective
+from fastrl.objectives.rows import TERMS, Numbers, RowInputs, RowObjective
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = Transform()
@@ -61,13 +61,13 @@ def random_rows(
 
 
 def row_statistics(logits: Tensor, *arguments: Any) -> Statistics:
-    found: Statistics = kernels(forced(), logits).row_statistics(logits, *arguments)
+    found: Statistics = row_functions(forced(), logits).row_statistics(logits, *arguments)
     return found
 
 
 def row_gradient(logits: Tensor, *arguments: Any, out: Tensor) -> Tensor:
     """The gradient in `out`, given targets, mask, transform, statistics, c and h."""
-    kernels(forced(), logits).row_gradient(logits, *arguments, out)
+    row_functions(forced(), logits).row_gradient(logits, *arguments, out)
     return out
 
 
@@ -87,7 +87,7 @@ def gradient(
 
 
 def row_forward_gradient(logits: Tensor, *arguments: Any) -> LossTerms:
-    found: LossTerms = kernels(forced(), logits).row_forward_gradient(logits, *arguments)
+    found: LossTerms = row_functions(forced(), logits).row_forward_gradient(logits, *arguments)
     return found
 
 
@@ -251,7 +251,7 @@ def check(
 
 # --- forward-gradient -------------------------------------------------------------------------------------------------
 
-OBJECTIVE = RowObjective("clip", (0.2, 0.28, 3.0, 1e30), "k3", (0.1, 2.0, 0.0, 1e30))
+OBJECTIVE = RowObjective("clip", "k3", Numbers(0.2, 0.28, 3.0, 1e30, 0.1, 2.0, 0.0, 1e30))
 PARAMETERS = {
     "surrogate": (0.0, 0.0, 0.0, 0.0),
     "reinforce": (0.0, 0.0, 0.0, 0.0),
@@ -265,7 +265,7 @@ PARAMETERS = {
     "divergence-kl": (0.01, 0.02, 3.0, 0.0),
 }
 CORRECTIONS = {
-    "none": NO_CORRECTION,
+    "none": Numbers()[4:8],
     "truncate": (0.6, 1.5, 0.0, 1e30),
     "mask": (0.0, 1e30, 0.6, 1.5),
     "truncate and reject": (0.6, 1.5, 0.4, 3.0),

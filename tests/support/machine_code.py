@@ -25,6 +25,8 @@ GPUS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
+#: The parameters that are tuples of floats, and how many.
+_FLOATS = {"transform": 3, "teacher_transform": 3, "objective_numbers": 9}
 VENDORS = ("sm_90", "gfx942")  # one of each, which the fast tests compile for
 
 
@@ -104,6 +106,8 @@ def compile_kernel(
         name = parameter.name
         if name in constants:
             signature[name], constexprs[(index,)] = "constexpr", constants[name]
+        elif name in _FLOATS:
+            signature[name] = ("fp32",) * _FLOATS[name]
         elif name in types or name.endswith("_ptr"):
             kind = types.get(name, "fp32")
             signature[name] = kind if kind.startswith("tensordesc") else "*" + kind

@@ -21,7 +21,7 @@ from torch import Tensor
 from vocabulary import assert_as_good_as_torch
 
 import fastrl
-from fastrl.losses import call
+from fastrl.losses import request as call
 from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
 
@@ -119,7 +119,7 @@ class Case:
         """The plan, the tiles and the backend."""
         with ExitStack() as stack:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(call, "gathers", lambda rows, ids, sizes: self.gathers)
+            patch.setattr(call, "gathers", lambda *_: self.gathers)
             if self.tile_bytes:
                 patch.setitem(tiling.TILE_BYTES, "cpu", self.tile_bytes)
             if self.plan:

@@ -87,7 +87,7 @@ def compile_case(case: Case) -> dict[str, Any]:
 
 def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The kernel, its constants and the compiler's options."""
-    from fastrl.backend.triton.formulas import device_objective
+    from fastrl.backend.triton.formulas import device_terms
     from fastrl.kernels import entries as entries_kernels
     from fastrl.kernels import (
         support_forward_gradient,
@@ -96,7 +96,7 @@ def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         support_statistics,
         support_weight,
     )
-    from fastrl.objectives.rows import RowInputs, RowObjective
+    from fastrl.objectives.rows import RowInputs
 
     vec = (4 if case.dtype == "fp32" else 8) if case.wide else 1
     full = case.everything
@@ -132,7 +132,7 @@ def _kernel(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         return support_statistics.support_statistics_kernel, constants, support_statistics.OPTIONS
     if case.kernel == "forward_gradient":
         gate, kl = ("soft", "k3-unbiased") if full else ("clip", "none")
-        constants["OBJECTIVE"], _ = device_objective(RowObjective(gate, (0.0,) * 4, kl))
+        constants["OBJECTIVE"] = device_terms(gate, kl)
         constants |= {} if full else {f"{name}_ptr": None for name in RowInputs._fields[3:]}
         return support_forward_gradient.support_forward_gradient_kernel, constants, support_statistics.OPTIONS
     constants |= {} if full else {"h_ptr": None}
@@ -156,7 +156,7 @@ def launch_keys() -> dict[str, list[str]]:
         support_statistics,
         support_weight,
     )
-    from fastrl.objectives.rows import RowInputs, RowObjective
+    from fastrl.objectives.rows import Numbers, RowInputs, RowObjective
 
     keys: dict[str, list[str]] = {}
 
@@ -196,7 +196,7 @@ def launch_keys() -> dict[str, list[str]]:
         backend.scatter_entries(values, 1 + gap, targets, asked, tile[None])
         backend.support_statistics(values, targets, support, transform)
         backend.support_gradient(values, targets, support, transform, Statistics(c, c, c, c), c, None, values)
-        objective = RowObjective("clip", (0.2, 0.2, 3, 1e30), max_log_ratio=temperature)
+        objective = RowObjective("clip", numbers=Numbers(0.2, 0.2, 3, 1e30, max_log_ratio=temperature))
         backend.support_forward_gradient(values, targets, support, transform, objective, RowInputs(c, c, c), values)
         backend.support_hidden(values, weight, support, hidden, False)
         backend.by_token(support, v)

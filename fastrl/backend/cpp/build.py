@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
@@ -41,14 +42,14 @@ def _compiler() -> list[str]:
 
 
 def _ninja() -> str:
-    try:
+    with suppress(ImportError):
         from ninja import BIN_DIR
-    except ImportError:
-        path = shutil.which("ninja")
-        if path is None:
-            raise BackendUnavailable("no ninja: pip install ninja") from None
-        return path
-    return str(Path(BIN_DIR) / "ninja")
+
+        return str(Path(BIN_DIR) / "ninja")
+    path = shutil.which("ninja")
+    if path is None:
+        raise BackendUnavailable("no ninja: pip install ninja")
+    return path
 
 
 def _run(command: list[str], doing: str) -> str:
@@ -70,14 +71,15 @@ def compiler_version() -> str:
 
 def _command() -> tuple[list[str], str]:
     """The compiler with its flags, and its predefined macros under these flags."""
-    for processor in _PROCESSOR_FLAGS:
-        command = [*_compiler(), *_FLAGS, *processor]
-        try:
-            return command, _run([*command, "-dM", "-E", "-x", "c++", os.devnull], "asking the C++ compiler")
-        except BackendUnavailable:
-            if not processor:
-                raise
-    raise AssertionError("unreachable")
+    *preferred, last = ([*_compiler(), *_FLAGS, *processor] for processor in _PROCESSOR_FLAGS)
+    for command in preferred:
+        with suppress(BackendUnavailable):
+            return command, _macros(command)
+    return last, _macros(last)
+
+
+def _macros(command: list[str]) -> str:
+    return _run([*command, "-dM", "-E", "-x", "c++", os.devnull], "asking the C++ compiler")
 
 
 def cache_directory() -> Path:
@@ -110,14 +112,10 @@ def build(name: str, files: Mapping[str, str]) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{name}-build-") as folder:
         for file, text in files.items():
             (Path(folder) / file).write_text(text)
-        sources = [file for file in files if file.endswith(".cpp")]
-        headers = [file for file in files if not file.endswith(".cpp")]
-        ninja_file = _NINJA_FILE.format(
-            command=shlex.join(command).replace("$", "$$"),
-            library=library,
-            sources=" ".join(sources),
-            headers=" ".join(headers),
-        )
+        sources = " ".join(file for file in files if file.endswith(".cpp"))
+        headers = " ".join(file for file in files if not file.endswith(".cpp"))
+        quoted = shlex.join(command).replace("$", "$$")
+        ninja_file = _NINJA_FILE.format(command=quoted, library=library, sources=sources, headers=headers)
         (Path(folder) / "build.ninja").write_text(ninja_file)
         _run([_ninja(), "-C", folder], "compiling the C++ backend")
         os.replace(Path(folder) / library, target)

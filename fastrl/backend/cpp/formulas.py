@@ -1,7 +1,8 @@
 """The formulas of `fastrl.objectives.formulas` in C++, CUDA's too: translated, so that the arithmetic has one source.
 
 Only straight-line functions can be translated: assignments to names and one return, made of arithmetic, comparisons,
-`&` and `|` on comparisons, literals, and calls of the names in `_FUNCTIONS`, of earlier formulas or of parameters.
+`&` and `|` on comparisons, literals, and calls of the names in `_FUNCTIONS`, of earlier formulas or of parameters. A
+parameter may also be a tuple of numbers, an array in C++, that an assignment takes apart.
 Anything else raises `TranslationError` with its line. Every number is a double: the cost per row is negligible
 compared with the row's vocabulary.
 """
@@ -14,7 +15,7 @@ import inspect
 from fastrl.objectives import formulas
 from fastrl.objectives.gates import GATE_FORMULAS
 from fastrl.objectives.objective import KL_FORMULAS
-from fastrl.objectives.rows import TERMS
+from fastrl.objectives.rows import TERMS, Numbers, RowInputs
 
 #: The functions of `fastrl.objectives.arithmetic` in C++. As in torch, minimum and maximum of a NaN are NaN.
 _FUNCTIONS = {
@@ -75,6 +76,14 @@ def _expression(node: ast.expr, values: set[str], conditions: set[str], callable
     raise _refuse(node)
 
 
+def _taken_apart(statement: ast.stmt) -> str | None:
+    """The name whose parts the statement assigns to several names, if it does."""
+    match statement:
+        case ast.Assign(targets=[ast.Tuple()], value=ast.Name(id=name)):
+            return name
+    return None
+
+
 def translate(function: ast.FunctionDef, callables: set[str]) -> str:
     """One formula as a C++ function; `callables` are the functions that it may call."""
     a = function.args
@@ -82,8 +91,9 @@ def translate(function: ast.FunctionDef, callables: set[str]) -> str:
         raise _refuse(function)
     names = [argument.arg for argument in a.args]
     called = {n.func.id for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    parameters = [f"{'auto' if name in called else 'double'} {name}" for name in names]
-    values, conditions = set(names) - called, set[str]()
+    arrays = set(map(_taken_apart, function.body)) & set(names)
+    types = {name: "auto" if name in called else "const auto&" if name in arrays else "double" for name in names}
+    values, conditions = set(names) - called - arrays, set[str]()
     callables = callables | (set(names) & called)
     lines = []
     for i, statement in enumerate(function.body):
@@ -91,16 +101,23 @@ def translate(function: ast.FunctionDef, callables: set[str]) -> str:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in values | conditions | callables:
                 lines.append(f"  const auto {name} = {_expression(value, values, conditions, callables)};")
                 (conditions if _is_condition(value, conditions) else values).add(name)
+            case ast.Assign(targets=[ast.Tuple(elts=items)], value=ast.Name(id=name)) if name in arrays:
+                parts = [item.id for item in items if isinstance(item, ast.Name)]
+                if len(parts) < len(items) or set(parts) & (values | conditions | callables | arrays):
+                    raise _refuse(statement)
+                lines.append(f"  const auto& [{', '.join(parts)}] = {name};")
+                values.update(parts)
             case ast.Return(value=ast.Tuple(elts=items)) if i == len(function.body) - 1:
                 results = ", ".join(_expression(item, values, conditions, callables) for item in items)
-                lines.append(f"  return Numbers<{len(items)}>{{{results}}};")
+                lines.append(f"  return Results<{len(items)}>{{{results}}};")
             case ast.Return(value=ast.expr() as value) if i == len(function.body) - 1:
                 lines.append(f"  return {_expression(value, values, conditions, callables)};")
             case _:
                 raise _refuse(statement)
     if not isinstance(function.body[-1], ast.Return):
         raise _refuse(function)
-    return f"inline auto {function.name}({', '.join(parameters)}) {{\n" + "\n".join(lines) + "\n}\n"
+    parameters = ", ".join(f"{kind} {name}" for name, kind in types.items())
+    return f"inline auto {function.name}({parameters}) {{\n" + "\n".join(lines) + "\n}\n"
 
 
 def translate_source(source: str) -> str:
@@ -122,8 +139,8 @@ def _table(name: str, functions: list[str]) -> str:
     return f"inline constexpr decltype(&{functions[0]}) {name}[] = {{{', '.join('&' + f for f in functions)}}};\n"
 
 
-_NUMBERS = """template <int n>
-struct Numbers {
+_RESULTS = """template <int n>
+struct Results {
   double values[n];
   double operator[](int i) const { return values[i]; }
 };
@@ -140,8 +157,12 @@ def _namespace(*parts: str) -> str:
 
 def definitions() -> str:
     """The formulas alone. Of the standard library they need the functions of `<math.h>`, which CUDA has by itself."""
-    count = f"inline constexpr int TOKEN_TERMS = {len(TERMS) + 2};  // the terms, c and h\n"
-    body = _namespace(_NUMBERS, *_FUNCTIONS.values(), "", translate_source(inspect.getsource(formulas)), count)
+    order = (
+        f"enum Input {{{', '.join(name.upper() for name in RowInputs._fields)}, INPUTS}};\n"
+        f"inline constexpr int NUMBERS = {len(Numbers._fields)};\n"
+        f"inline constexpr int TOKEN_TERMS = {len(TERMS) + 2};  // the terms, c and h\n"
+    )
+    body = _namespace(_RESULTS, *_FUNCTIONS.values(), "", translate_source(inspect.getsource(formulas)), order)
     return _NOTE + body
 
 

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
 from fastrl.backend.contract import Divergence, PairStatistics, Transform
-from fastrl.backend.cpp.library import ELEMENTS, address, function, pointer
+from fastrl.backend.cpp.library import ELEMENTS, SCALING, address, call, layout, pointer, scaling
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
-
-
-class _Side(Structure):
-    _fields_ = (
-        ("logits", c_void_p),
-        ("temperatures", c_void_p),
-        ("temperature", c_double),
-        ("logit_scale", c_double),
-        ("softcap", c_double),
-        ("element", c_int32),
-    )
-
-
-class _Pair(Structure):
-    _fields_ = (
-        ("student", _Side),
-        ("teacher", _Side),
-        ("rows", c_int64),
-        ("vocab", c_int64),
-        ("beta", c_double),
-        ("kind", c_int32),
-        ("threads", c_int32),
-        ("c", c_void_p),
-        ("out", c_void_p),
-        ("statistics", c_void_p),
-        ("out_element", c_int32),
-    )
+_SIDE = f"P{SCALING}i"
+_PAIR = layout(f"{_SIDE}{_SIDE}2qd2i3Pi")  # the struct of csrc/pair.cpp
 
 
 def _address(name: str, tensor: Tensor, shape: torch.Size) -> int:
-    if (
-        tensor.shape != shape
-        or tensor.dim() != 2
-        or tensor.dtype not in ELEMENTS
-        or not tensor.is_contiguous()
-        or tensor.device.type != "cpu"
-    ):
+    fits = tensor.shape == shape and tensor.dim() == 2 and tensor.dtype in ELEMENTS
+    if not fits or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
             f"{name} must be contiguous {tuple(shape)} in float32, bfloat16 or float16 on the CPU, got {tensor.dtype}, "
             f"shape {tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}"
@@ -55,19 +23,7 @@ def _address(name: str, tensor: Tensor, shape: torch.Size) -> int:
     return address(name, tensor)
 
 
-def _side(name: str, logits: Tensor, transform: Transform, shape: torch.Size) -> _Side:
-    return _Side(
-        _address(name, logits, shape),
-        pointer("temperatures", transform.temperatures, shape[0]),
-        transform.temperature,
-        transform.logit_scale,
-        transform.softcap,
-        ELEMENTS[logits.dtype],
-    )
-
-
-def _call(
-    name: str,
+def _pair(
     logits: Tensor,
     teacher_logits: Tensor,
     transform: Transform,
@@ -76,23 +32,26 @@ def _call(
     statistics: Tensor,
     c: Tensor | None,
     out: Tensor | None,
-) -> None:
-    """Call a function of the library; `statistics` (6, N) is read or written."""
-    if logits.dim() == 2 and logits.shape[1] == 0:
-        raise ValueError(f"logits must have at least one column, got shape {tuple(logits.shape)}")
-    arguments = _Pair(
-        _side("logits", logits, transform, logits.shape),
-        _side("teacher_logits", teacher_logits, teacher_transform, logits.shape),
-        *logits.shape,
+) -> bytes:
+    """The struct; C++ reads or writes the `statistics` (6, N)."""
+    shape = logits.shape
+    if logits.dim() == 2 and shape[1] == 0:
+        raise ValueError(f"logits must have at least one column, got shape {tuple(shape)}")
+    sides = ("logits", logits, transform), ("teacher_logits", teacher_logits, teacher_transform)
+    fields: list[float] = []
+    for name, x, applied in sides:
+        fields += [_address(name, x, shape), *scaling(applied, shape[0]), ELEMENTS[x.dtype]]
+    return _PAIR.pack(
+        *fields,
+        *shape,
         divergence.beta,
         _KINDS[divergence.kind],
         torch.get_num_threads(),
-        pointer("c", c, logits.shape[0]),
-        None if out is None else _address("out", out, logits.shape),
-        pointer("statistics", statistics, 6 * logits.shape[0]),
+        pointer("c", c, shape[0]),
+        0 if out is None else _address("out", out, shape),
+        pointer("statistics", statistics, 6 * shape[0]),
         0 if out is None else ELEMENTS[out.dtype],
     )
-    function(name, POINTER(_Pair))(byref(arguments))
 
 
 def pair_statistics(
@@ -100,8 +59,8 @@ def pair_statistics(
 ) -> PairStatistics:
     """See `fastrl.backend.contract`."""
     found = torch.empty(6, logits.shape[0], dtype=torch.float32, device="cpu")
-    arguments = (logits, teacher_logits, transform, teacher_transform, divergence)
-    _call("fastrl_pair_forward_gradient", *arguments, found, None, None)
+    pair = _pair(logits, teacher_logits, transform, teacher_transform, divergence, found, None, None)
+    call("fastrl_pair_forward_gradient", pair)
     return PairStatistics(*found)
 
 
@@ -116,8 +75,9 @@ def pair_gradient(
     out: Tensor,
 ) -> None:
     """See `fastrl.backend.contract`. Asks for huge pages if `out` is not the logits."""
-    arguments = (logits, teacher_logits, transform, teacher_transform, divergence)
-    _call("fastrl_pair_gradient", *arguments, torch.stack(statistics), c, out)
+    known = torch.stack(statistics)
+    pair = _pair(logits, teacher_logits, transform, teacher_transform, divergence, known, c, out)
+    call("fastrl_pair_gradient", pair)
 
 
 def pair_forward_gradient(
@@ -130,7 +90,7 @@ def pair_forward_gradient(
     out: Tensor | None = None,
 ) -> PairStatistics:
     """See `fastrl.backend.contract`. Asks for huge pages if `out` is not the logits."""
-    found = torch.empty(6, logits.shape[0], dtype=torch.float32, device="cpu")
-    arguments = (logits, teacher_logits, transform, teacher_transform, divergence)
-    _call("fastrl_pair_forward_gradient", *arguments, found, c, logits if out is None else out)
+    found, target = torch.empty(6, logits.shape[0], dtype=torch.float32, device="cpu"), logits if out is None else out
+    pair = _pair(logits, teacher_logits, transform, teacher_transform, divergence, found, c, target)
+    call("fastrl_pair_forward_gradient", pair)
     return PairStatistics(*found)

@@ -1,79 +1,63 @@
-"""The C++ backend's functions over support entries (`csrc/support.cpp`); see `fastrl.backend.contract`."""
+"""The C++ backend's functions over a few entries per row: supports, found and given, and entries asked for.
+
+See `fastrl.backend.contract`, and `csrc/support.cpp`, `csrc/find_support.h` and `csrc/entries.cpp`.
+"""
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void_p
+import math
+from ctypes import byref
 
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import ByToken, LossTerms, Statistics, Support, Transform
-from fastrl.backend.cpp.library import ELEMENTS, address, function, pointer
-from fastrl.backend.cpp.objective import LossArguments, objective_arguments
+from fastrl.backend.contract import Best, ByToken, Entries, LossTerms, Statistics, Support, Transform
+from fastrl.backend.cpp.library import (
+    ELEMENTS,
+    SCALING,
+    TILE,
+    address,
+    call,
+    layout,
+    objective_arguments,
+    pointer,
+    scaling,
+    tile,
+)
 from fastrl.objectives.rows import RowInputs, RowObjective
 
+# The structs of csrc/support.cpp,
+_SUPPORT = layout("3Pqi")
+_FACTORS = layout("3P3qi")
+_ROW_ARGUMENTS = layout(f"P{SCALING}")
+_BY_TOKEN = layout("3P2q2i")
+_STATISTICS = layout("4P")
+# of csrc/find_support.cpp
+_SEARCH = layout(f"{TILE}q3d3P")
+# and of csrc/entries.cpp.
+_SLICE = layout(f"{TILE}q3P")
 
-class _Support(Structure):
-    _fields_ = (
-        ("ids", c_void_p),
-        ("offsets", c_void_p),
-        ("valid", c_void_p),
-        ("rows", c_int64),
-        ("threads", c_int32),
-        ("padding", c_int32),
-    )
-
-
-class _Factors(Structure):
-    _fields_ = (
-        ("hidden", c_void_p),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("hidden_stride", c_int64),
-        ("weight_stride", c_int64),
-        ("width", c_int64),
-        ("element", c_int32),
-        ("padding", c_int32),
-    )
+_WRONG = {-1: "a NaN", -2: "a +inf", -3: "nothing but -inf"}
 
 
-class _RowArguments(Structure):
-    _fields_ = (
-        ("targets", c_void_p),
-        ("temperatures", c_void_p),
-        ("temperature", c_double),
-        ("logit_scale", c_double),
-        ("softcap", c_double),
-    )
+# --- supports ---------------------------------------------------------------------------------------------------------
 
 
-class _ByToken(Structure):
-    _fields_ = (
-        ("ids", c_void_p),
-        ("entries", c_void_p),
-        ("rows", c_void_p),
-        ("count", c_int64),
-        ("vocab", c_int64),
-        ("threads", c_int32),
-        ("add", c_int32),
-    )
-
-
-def _support(support: Support) -> _Support:
-    rows = support.valid.numel()
-    return _Support(
-        pointer("token_ids", support.token_ids, support.token_ids.numel(), torch.int32),
-        pointer("offsets", support.offsets, rows + 1, torch.int64),
-        pointer("valid", support.valid, rows, torch.bool),
+def _support(token_ids: Tensor, offsets: Tensor, valid: Tensor | None) -> bytes:
+    rows = offsets.numel() - 1
+    return _SUPPORT.pack(
+        pointer("token_ids", token_ids, token_ids.numel(), torch.int32),
+        pointer("offsets", offsets, rows + 1, torch.int64),
+        pointer("valid", valid, rows, torch.bool),
         rows,
         torch.get_num_threads(),
     )
 
 
-def _matrix(name: str, matrix: Tensor | None, like: Tensor | None = None) -> tuple[int | None, int]:
+def _matrix(name: str, matrix: Tensor | None, like: Tensor | None = None) -> tuple[int, int]:
     """The address of a matrix and its row stride; its dtype must be that of `like`, unless None."""
     if matrix is None:
-        return None, 0
+        return 0, 0
     fits = matrix.dtype in ELEMENTS if like is None else matrix.dtype == like.dtype
     unit = matrix.dim() == 2 and (matrix.shape[1] <= 1 or matrix.stride(1) == 1)
     if not fits or not unit or matrix.device.type != "cpu":
@@ -84,42 +68,34 @@ def _matrix(name: str, matrix: Tensor | None, like: Tensor | None = None) -> tup
     return address(name, matrix), matrix.stride(0)
 
 
-def _factors(hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> _Factors:
+def _factors(hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None = None) -> bytes:
     factor = weight if hidden is None else hidden
     assert factor is not None
     hidden_at, hidden_stride = _matrix("hidden", hidden)
     weight_at, weight_stride = _matrix("weight", weight, factor)
-    bias_at = None if bias is None else pointer("bias", bias.contiguous(), bias.numel(), factor.dtype)
-    return _Factors(
-        hidden_at, weight_at, bias_at, hidden_stride, weight_stride, factor.shape[1], ELEMENTS[factor.dtype]
-    )
+    bias_at = 0 if bias is None else pointer("bias", bias, bias.numel(), factor.dtype)
+    width, element = factor.shape[1], ELEMENTS[factor.dtype]
+    return _FACTORS.pack(hidden_at, weight_at, bias_at, hidden_stride, weight_stride, width, element)
 
 
-def _arguments(targets: Tensor, transform: Transform) -> _RowArguments:
-    return _RowArguments(
-        pointer("targets", targets, targets.numel(), torch.int64),
-        pointer("temperatures", transform.temperatures, targets.numel()),
-        transform.temperature,
-        transform.logit_scale,
-        transform.softcap,
-    )
+def _arguments(targets: Tensor, transform: Transform) -> bytes:
+    rows = targets.numel()
+    return _ROW_ARGUMENTS.pack(pointer("targets", targets, rows, torch.int64), *scaling(transform, rows))
 
 
 def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Support) -> Tensor:
     """See `fastrl.backend.contract`."""
     bias = None if bias is None else bias.contiguous()
     values = torch.empty(support.token_ids.numel(), dtype=torch.float32, device="cpu")
-    run = function("fastrl_support_products", POINTER(_Support), POINTER(_Factors), c_void_p)
-    run(byref(_support(support)), byref(_factors(hidden, weight, bias)), values.data_ptr())
+    call("fastrl_support_products", _support(*support), _factors(hidden, weight, bias), values.data_ptr())
     return values
 
 
 def support_statistics(values: Tensor, targets: Tensor, support: Support, transform: Transform) -> Statistics:
     """See `fastrl.backend.contract`."""
     out = torch.empty(4, targets.numel(), dtype=torch.float32, device="cpu")
-    run = function("fastrl_support_statistics", POINTER(_Support), POINTER(_RowArguments), c_void_p, c_void_p)
     at = pointer("values", values, support.token_ids.numel())
-    run(byref(_support(support)), byref(_arguments(targets, transform)), at, out.data_ptr())
+    call("fastrl_support_statistics", _support(*support), _arguments(targets, transform), at, out.data_ptr())
     return Statistics(*out)
 
 
@@ -135,22 +111,12 @@ def support_gradient(
 ) -> None:
     """See `fastrl.backend.contract`."""
     n, nnz = targets.numel(), support.token_ids.numel()
-    addresses = (c_void_p * 4)(*(pointer(name, value, n) for name, value in statistics._asdict().items()))
-    run = function(
+    call(
         "fastrl_support_gradient",
-        POINTER(_Support),
-        POINTER(_RowArguments),
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-    )
-    run(
-        byref(_support(support)),
-        byref(_arguments(targets, transform)),
+        _support(*support),
+        _arguments(targets, transform),
         pointer("values", values, nnz),
-        addresses,
+        _STATISTICS.pack(*(pointer(name, value, n) for name, value in statistics._asdict().items())),
         pointer("c", c, n),
         pointer("h", h, n),
         pointer("out", out, nnz),
@@ -168,56 +134,26 @@ def support_forward_gradient(
 ) -> LossTerms:
     """See `fastrl.backend.contract`. The objective runs in float64 on the rows' float32 values."""
     nnz = support.token_ids.numel()
-    result, arguments = objective_arguments(targets.numel(), objective, inputs, pointer("out", out, nnz))
-    run = function(
-        "fastrl_support_forward_gradient", POINTER(_Support), POINTER(_RowArguments), c_void_p, POINTER(LossArguments)
-    )
+    result, loss = objective_arguments(targets.numel(), objective, inputs, pointer("out", out, nnz))
     at = pointer("values", values, nnz)
-    run(byref(_support(support)), byref(_arguments(targets, transform)), at, byref(arguments))
+    call("fastrl_support_forward_gradient", _support(*support), _arguments(targets, transform), at, byref(loss))
     return result
-
-
-def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
-    """See `fastrl.backend.contract`."""
-    n, width = logits.shape
-    support = _Support(
-        pointer("token_ids", token_ids, token_ids.numel(), torch.int32),
-        pointer("offsets", offsets, offsets.numel(), torch.int64),
-        None,
-        offsets.numel() - 1,
-        torch.get_num_threads(),
-    )
-    logits_at, stride = _matrix("logits", logits)
-    sizes = (c_int64,) * 3
-    run = function("fastrl_support_restrict", POINTER(_Support), c_void_p, c_int64, c_void_p, *sizes, c_int32)
-    run(
-        byref(support),
-        pointer("rows", rows, n, torch.int64),
-        n,
-        logits_at,
-        width,
-        stride,
-        first,
-        ELEMENTS[logits.dtype],
-    )
 
 
 def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor, keep: bool) -> None:
     """See `fastrl.backend.contract`."""
-    run = function("fastrl_support_hidden", POINTER(_Support), POINTER(_Factors), c_void_p, c_void_p, c_int64)
     at = pointer("gradient", gradient, support.token_ids.numel())
-    run(byref(_support(support)), byref(_factors(None, weight, None)), at, *_matrix("out", out, weight))
+    call("fastrl_support_hidden", _support(*support), _factors(None, weight), at, *_matrix("out", out, weight))
 
 
 def support_weight(
     gradient: Tensor, hidden: Tensor, by_token: ByToken, out: Tensor | None, out_bias: Tensor | None, add: bool
 ) -> None:
     """See `fastrl.backend.contract`."""
-    by_vocab = out if out is not None else out_bias
-    if by_vocab is None or by_token.token_ids.numel() == 0:
+    by_vocab, nnz = out if out is not None else out_bias, by_token.token_ids.numel()
+    if by_vocab is None or nnz == 0:
         return
-    nnz = by_token.token_ids.numel()
-    sorted_entries = _ByToken(
+    sorted_entries = _BY_TOKEN.pack(
         pointer("token_ids", by_token.token_ids, nnz, torch.int32),
         pointer("entries", by_token.entries, nnz, torch.int64),
         pointer("rows", by_token.rows, nnz, torch.int32),
@@ -226,11 +162,77 @@ def support_weight(
         torch.get_num_threads(),
         add,
     )
-    run = function("fastrl_support_weight", POINTER(_ByToken), POINTER(_Factors), c_void_p, c_void_p, c_int64, c_void_p)
-    run(
-        byref(sorted_entries),
-        byref(_factors(hidden, None, None)),
+    call(
+        "fastrl_support_weight",
+        sorted_entries,
+        _factors(hidden, None),
         pointer("gradient", gradient, gradient.numel()),
         *_matrix("out", out, hidden),
-        None if out_bias is None else pointer("out_bias", out_bias, out_bias.numel(), hidden.dtype),
+        0 if out_bias is None else pointer("out_bias", out_bias, out_bias.numel(), hidden.dtype),
     )
+
+
+def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor, offsets: Tensor) -> None:
+    """See `fastrl.backend.contract`."""
+    n, width = logits.shape
+    at, stride = _matrix("logits", logits)
+    row_numbers = pointer("rows", rows, n, torch.int64)
+    tile_of_rows = row_numbers, n, at, width, stride, first, ELEMENTS[logits.dtype]
+    call("fastrl_support_restrict", _support(token_ids, offsets, None), *tile_of_rows)
+
+
+def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
+    """See `fastrl.backend.contract`. Beyond the result it uses 16 bytes per row, and one float32 row per thread."""
+    _, a, b, *_ = fields = tile("logits", logits)
+    rows = a * b
+    pivots, firsts, counts = (
+        torch.empty(rows, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int32, torch.int64)
+    )
+    log_min_p = math.log(min_p) if min_p > 0 else -math.inf
+    work = [x.data_ptr() for x in (pivots, firsts, counts)]
+    options = top_k, temperature, top_p, log_min_p
+    search = _SEARCH.pack(*fields, *options, *work)
+    call("fastrl_find_support_choose", search)
+    wrong = (counts < 0).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(f"logits row {row} has {_WRONG[int(counts[row])]}")
+    offsets = torch.zeros(rows + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(counts, 0, out=offsets[1:])
+    token_ids = torch.empty(int(offsets[-1]), dtype=torch.int32, device="cpu")
+    call("fastrl_find_support_write", search, offsets.data_ptr(), token_ids.data_ptr())
+    return token_ids, offsets
+
+
+# --- entries asked for ------------------------------------------------------------------------------------------------
+
+
+def _slice(logits: Tensor, first: int, rows: Tensor, entries: Entries) -> bytes:
+    _, a, b, *_ = fields = tile("logits", logits)
+    return _SLICE.pack(
+        *fields,
+        first,
+        pointer("rows", rows, a * b, torch.int64),
+        pointer("token_ids", entries.token_ids, entries.token_ids.numel(), torch.int32),
+        pointer("offsets", entries.offsets, entries.offsets.numel(), torch.int64),
+    )
+
+
+def gather_entries(logits: Tensor, first: int, rows: Tensor, entries: Entries, values: Tensor, best: Best) -> Tensor:
+    """See `fastrl.backend.contract`."""
+    targets, count = torch.empty_like(rows), entries.offsets.numel() - 1
+    call(
+        "fastrl_gather_entries",
+        _slice(logits, first, rows, entries),
+        pointer("values", values, entries.token_ids.numel()),
+        pointer("best.ids", best.ids, count, torch.int64),
+        pointer("best.values", best.values, count),
+        targets.data_ptr(),
+    )
+    return targets
+
+
+def scatter_entries(gradient: Tensor, first: int, rows: Tensor, entries: Entries, out: Tensor) -> None:
+    """See `fastrl.backend.contract`."""
+    at = pointer("gradient", gradient, entries.token_ids.numel())
+    call("fastrl_scatter_entries", _slice(out, first, rows, entries), at)

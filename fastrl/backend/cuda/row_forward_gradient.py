@@ -23,7 +23,7 @@ from fastrl.backend.cuda import nvrtc
 from fastrl.kernels.configuration import configuration, is_aligned, numbers, on_device, row_strides
 from fastrl.objectives.gates import GATE_FORMULAS
 from fastrl.objectives.objective import KL_FORMULAS
-from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.objectives.rows import TERMS, Numbers, RowInputs, RowObjective
 
 _SOURCES = Path(__file__).parents[2] / "csrc" / "cuda"
 _ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
@@ -59,7 +59,7 @@ class Arguments(Structure):
         ("inputs", c_void_p * len(RowInputs._fields)),
         ("results", c_void_p),
         *((name, c_longlong) for name in ("stride_a", "stride_b", "out_stride_a", "out_stride_b")),
-        ("parameters", c_double * 9),
+        ("numbers", c_double * len(Numbers._fields)),
         *((name, c_int) for name in ("rows", "columns_b", "vocab")),
         *((name, c_float) for name in ("temperature", "logit_scale", "softcap")),
     )
@@ -104,9 +104,8 @@ def source(variant: Variant) -> str:
 namespace fastrl {{
 
 struct Objective {{
-  template <class... T>
-  auto operator()(T... numbers) const {{
-    return formulas::token_terms({names}, numbers...);
+  auto operator()(double logp, double entropy, const auto& inputs, const auto& numbers) const {{
+    return formulas::token_terms({names}, logp, entropy, inputs, numbers);
   }}
 }};
 
@@ -198,7 +197,7 @@ def row_forward_gradient(
         address(results),
         *strides,
         *row_strides(written)[1:],
-        (c_double * 9)(*objective.gate_parameters, *objective.rollout_parameters, objective.max_log_ratio),
+        (c_double * len(Numbers._fields))(*objective.numbers),
         rows,
         columns_b,
         vocab,

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastrl.backend.torch.rows import _row_blocks
+from fastrl.backend.torch.rows import row_blocks
 
 _WRONG = {1: "a NaN", 2: "a +inf", 3: "nothing but -inf"}
 _LEAST = -0x7F800000  # the key of the lowest finite float32
@@ -93,7 +93,7 @@ def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, m
     if vocab == 0 and a * b:
         raise ValueError("logits row 0 has nothing but -inf")
     cuts = torch.zeros(4, a * b, dtype=torch.int64, device=logits.device)  # pivot, dropped, count, key of _WRONG
-    for x, rows in _row_blocks(logits):
+    for x, rows in row_blocks(logits):
         z = _scaled(x, temperature)
         keys, pivot, dropped = _cut(z.nan_to_num(0.0, 0.0, -torch.inf), top_k, top_p, min_p)
         counts = _kept(keys, pivot, dropped).sum(-1)
@@ -105,10 +105,9 @@ def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, m
         row = int(wrong.nonzero()[0])
         raise ValueError(f"logits row {row} has {_WRONG[int(wrong[row])]}")
     columns = torch.arange(vocab, dtype=torch.int32, device=logits.device)
-    token_ids = columns.new_empty(
-        total + 1
-    )  # the last slot takes all dropped entries, so that no size depends on the mask
-    for x, rows in _row_blocks(logits):
+    # The last slot takes all dropped entries, so that no size depends on the mask.
+    token_ids = columns.new_empty(total + 1)
+    for x, rows in row_blocks(logits):
         kept = _kept(_keys(_scaled(x, temperature)), pivots[rows, None], dropped[rows, None])
         places = (kept.cumsum(-1) - 1 + offsets[:-1][rows, None]).where(kept, total)
         token_ids[places] = columns.expand_as(places)

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.contract import Divergence, PairStatistics, Transform
-from fastrl.backend.torch.rows import BLOCK_ENTRIES, transformed
-
-
-def _blocks(logits: Tensor) -> list[slice]:
-    """Slices of the rows of logits (N, V), small enough to work on at once."""
-    rows, vocab = logits.shape
-    step = max(1, BLOCK_ENTRIES // max(vocab, 1))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+from fastrl.backend.torch.rows import row_blocks, transformed
 
 
 def _product(p: Tensor, log_ratio: Tensor) -> Tensor:
@@ -39,8 +32,11 @@ def _log_ratios_to_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[T
     return -d.clamp_min(0.0) - log_m, d.clamp_max(0.0) - log_m
 
 
-def _log_sum(z: Tensor, maximum: Tensor) -> Tensor:
-    return (z - maximum[:, None]).exp().sum(-1).log()
+def _log_softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The logarithms of the probabilities (n, V), and the maximum and the log sum (n,) that give them."""
+    maximum = z.amax(-1, keepdim=True)
+    log_sum = (z - maximum).exp().sum(-1, keepdim=True).log()
+    return (z - maximum) - log_sum, maximum[:, 0], log_sum[:, 0]
 
 
 def pair_statistics(
@@ -49,13 +45,10 @@ def pair_statistics(
     """See `fastrl.backend.contract`."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     out = torch.zeros(6, logits.shape[0], dtype=dtype, device=logits.device)
-    for rows in _blocks(logits):
-        z, _ = transformed(logits[rows], transform, rows)
-        teacher_z, _ = transformed(teacher_logits[rows], teacher_transform, rows)
-        maximum, teacher_maximum = z.amax(-1), teacher_z.amax(-1)
-        log_sum, teacher_log_sum = _log_sum(z, maximum), _log_sum(teacher_z, teacher_maximum)
-        log_p = (z - maximum[:, None]) - log_sum[:, None]
-        log_q = (teacher_z - teacher_maximum[:, None]) - teacher_log_sum[:, None]
+    for x, rows in row_blocks(logits[None]):
+        teacher_x = teacher_logits[rows]
+        log_p, maximum, log_sum = _log_softmax(transformed(x, transform, rows)[0])
+        log_q, teacher_maximum, teacher_log_sum = _log_softmax(transformed(teacher_x, teacher_transform, rows)[0])
         if divergence.kind == "forward_kl":
             total = _kl(log_q, log_p)
             student_kl = torch.zeros_like(total)
@@ -83,8 +76,8 @@ def pair_gradient(
     out: Tensor,
 ) -> None:
     """See `fastrl.backend.contract`."""
-    for rows in _blocks(logits):
-        z, slope = transformed(logits[rows], transform, rows)
+    for x, rows in row_blocks(logits[None]):
+        z, slope = transformed(x, transform, rows)
         teacher_z, _ = transformed(teacher_logits[rows], teacher_transform, rows)
         total, student_kl, maximum, log_sum, teacher_maximum, teacher_log_sum = (s[rows, None] for s in statistics)
         log_p, log_q = (z - maximum) - log_sum, (teacher_z - teacher_maximum) - teacher_log_sum

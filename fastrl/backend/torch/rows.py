@@ -33,7 +33,7 @@ def transformed(x: Tensor, transform: Transform, rows: slice = slice(None)) -> t
     return z, 4 * decay / (1 + decay) ** 2 * (transform.logit_scale / temperature)
 
 
-def _row_blocks(logits: Tensor) -> list[tuple[Tensor, slice]]:
+def row_blocks(logits: Tensor) -> list[tuple[Tensor, slice]]:
     """Views (n, V) of logits (A, B, V) with the rows that they cover, small enough to work on at once."""
     a, b, v = logits.shape
     step = max(1, BLOCK_ENTRIES // max(v, 1))
@@ -63,7 +63,7 @@ def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transfo
     """See `fastrl.backend.contract`."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     out = torch.zeros(4, targets.numel(), dtype=dtype, device=logits.device)
-    for block, rows in _row_blocks(logits):
+    for block, rows in row_blocks(logits):
         z, _ = transformed(block, transform, rows)
         y = targets[rows]
         statistics = torch.stack(_block_statistics(z, y, (y >= 0) & (y < logits.shape[-1])))
@@ -83,7 +83,7 @@ def row_gradient(
 ) -> None:
     """Write dL/dlogits into `out` (A, B, V), given c = dL/dlogp and h = dL/dH, each (N,); `out` may be `logits`."""
     vocab = logits.shape[-1]
-    for (block, rows), (out_block, _) in zip(_row_blocks(logits), _row_blocks(out), strict=True):
+    for (block, rows), (out_block, _) in zip(row_blocks(logits), row_blocks(out), strict=True):
         z, slope = transformed(block, transform, rows)
         logp, entropy, maximum, log_sum = (s[rows, None] for s in statistics)
         log_p = ((z - maximum) - log_sum).clamp_min(-1e4)
@@ -110,22 +110,14 @@ def row_terms(
     """The objective of rows with known statistics: terms (len(TERMS), N), c (N,) and h (N,)."""
     old = logprobs if inputs.old is None else inputs.old
     zeros = torch.zeros_like(logprobs)
+    absent = (None, None, logprobs, logprobs, old, zeros, zeros, -1e30)
     *terms, c, h = token_terms(
         *GATE_FORMULAS[objective.gate],
         *KL_FORMULAS[objective.kl],
         logprobs,
         entropy,
-        old,
-        logprobs if inputs.ref is None else inputs.ref,
-        old if inputs.rollout is None else inputs.rollout,
-        inputs.advantages,
-        inputs.policy_weights,
-        zeros if inputs.kl_weights is None else inputs.kl_weights,
-        zeros if inputs.entropy_weights is None else inputs.entropy_weights,
-        -1e30 if inputs.entropy_threshold is None else inputs.entropy_threshold,
-        *objective.gate_parameters,
-        *objective.rollout_parameters,
-        objective.max_log_ratio,
+        [otherwise if given is None else given for given, otherwise in zip(inputs, absent, strict=True)],
+        objective.numbers,
     )
     stacked = torch.stack([*terms, c, h])
     if mask is not None:
@@ -145,6 +137,6 @@ def row_forward_gradient(
     """Statistics, objective and gradient of each row; the gradient overwrites the logits if `out` is None."""
     statistics = row_statistics(logits, targets, mask, transform)
     terms, c, h = row_terms(statistics.logprobs, statistics.entropy, mask, objective, inputs)
-    slopes = c, None if inputs.entropy_weights is None else h
-    row_gradient(logits, targets, mask, transform, statistics, *slopes, logits if out is None else out)
+    on_entropy = None if inputs.entropy_weights is None else h
+    row_gradient(logits, targets, mask, transform, statistics, c, on_entropy, logits if out is None else out)
     return LossTerms(statistics.logprobs, statistics.entropy, terms)

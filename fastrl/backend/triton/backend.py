@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastrl.backend.contract import LossTerms, Support, Transform
 from fastrl.backend.cuda import row_forward_gradient as cluster_kernel
-from fastrl.backend.triton.formulas import device_objective
+from fastrl.backend.triton.formulas import device_terms
 from fastrl.kernels import row_forward_gradient as forward_gradient_kernel
 from fastrl.kernels import support_forward_gradient as support_forward_gradient_kernel
 from fastrl.kernels.entries import gather_entries, scatter_entries
@@ -22,29 +22,6 @@ from fastrl.kernels.support_restrict import support_restrict
 from fastrl.kernels.support_statistics import support_gradient, support_statistics
 from fastrl.kernels.support_weight import by_token, support_weight
 from fastrl.objectives.rows import RowInputs, RowObjective
-
-__all__ = [
-    "advise",
-    "blank",
-    "by_token",
-    "find_support",
-    "gather_entries",
-    "pair_forward_gradient",
-    "pair_gradient",
-    "pair_statistics",
-    "row_forward_gradient",
-    "row_gradient",
-    "row_statistics",
-    "scale",
-    "scatter_entries",
-    "support_forward_gradient",
-    "support_gradient",
-    "support_hidden",
-    "support_products",
-    "support_restrict",
-    "support_statistics",
-    "support_weight",
-]
 
 
 def advise(tensor: Tensor) -> None:
@@ -68,8 +45,10 @@ def row_forward_gradient(
     """See `fastrl.backend.contract`."""
     if cluster_kernel.fits(logits, out, transform):
         return cluster_kernel.row_forward_gradient(logits, targets, mask, transform, objective, inputs, out)
-    arguments = (logits, targets, mask, transform, *device_objective(objective), inputs, out)
-    return forward_gradient_kernel.row_forward_gradient(*arguments)
+    terms = device_terms(objective.gate, objective.kl)
+    return forward_gradient_kernel.row_forward_gradient(
+        logits, targets, mask, transform, terms, objective.numbers, inputs, out
+    )
 
 
 def support_forward_gradient(
@@ -82,5 +61,7 @@ def support_forward_gradient(
     out: Tensor,
 ) -> LossTerms:
     """See `fastrl.backend.contract`."""
-    arguments = (values, targets, support, transform, *device_objective(objective), inputs, out)
-    return support_forward_gradient_kernel.support_forward_gradient(*arguments)
+    terms = device_terms(objective.gate, objective.kl)
+    return support_forward_gradient_kernel.support_forward_gradient(
+        values, targets, support, transform, terms, objective.numbers, inputs, out
+    )

@@ -19,7 +19,6 @@ from fastrl.kernels.device_functions import exp, exp_of_exp, expm1, expm1_minus,
 from fastrl.objectives import formulas
 from fastrl.objectives.gates import GATE_FORMULAS
 from fastrl.objectives.objective import KL_FORMULAS
-from fastrl.objectives.rows import RowObjective
 
 
 @triton.jit
@@ -57,71 +56,21 @@ _GLOBALS |= {
 }
 
 
-#: Placeholders: `row_terms` binds these names to one objective's formulas in the globals of `_terms`.
+#: Placeholders: `device_terms` binds these names to one objective's formulas in the globals of `_terms`.
 token_terms: Any = None
 gate_value = gate_weight = gate_side = gate_baseline = kl_value = kl_gradient = None
 
 
-def _terms(  # type: ignore[no-untyped-def]
-    logp,
-    entropy,
-    old,
-    ref,
-    rollout,
-    advantage,
-    policy_weight,
-    kl_weight,
-    entropy_weight,
-    entropy_threshold,
-    p0,
-    p1,
-    p2,
-    p3,
-    rollout_low,
-    rollout_high,
-    reject_low,
-    reject_high,
-    max_log_ratio,
-):
+def _terms(logp, entropy, inputs, numbers):  # type: ignore[no-untyped-def]
     return token_terms(
-        gate_value,
-        gate_weight,
-        gate_side,
-        gate_baseline,
-        kl_value,
-        kl_gradient,
-        logp,
-        entropy,
-        old,
-        ref,
-        rollout,
-        advantage,
-        policy_weight,
-        kl_weight,
-        entropy_weight,
-        entropy_threshold,
-        p0,
-        p1,
-        p2,
-        p3,
-        rollout_low,
-        rollout_high,
-        reject_low,
-        reject_high,
-        max_log_ratio,
+        gate_value, gate_weight, gate_side, gate_baseline, kl_value, kl_gradient, logp, entropy, inputs, numbers
     )
 
 
 @functools.cache
-def row_terms(gate: str, kl: str) -> Any:
+def device_terms(gate: str, kl: str) -> Any:
     """The device function of `row_forward_gradient`: `token_terms` with these formulas filled in; cached."""
     names = ("gate_value", "gate_weight", "gate_side", "gate_baseline", "kl_value", "kl_gradient")
     chosen = (*GATE_FORMULAS[gate], *KL_FORMULAS[kl])
     bound = {name: _GLOBALS[function.__name__] for name, function in zip(names, chosen, strict=True)}
     return _rebind(_terms, _GLOBALS | bound)
-
-
-def device_objective(objective: RowObjective) -> tuple[Any, tuple[float, ...]]:
-    """The objective in the form that `row_forward_gradient` takes: a device function and its numbers."""
-    numbers = (*objective.gate_parameters, *objective.rollout_parameters, objective.max_log_ratio)
-    return row_terms(objective.gate, objective.kl), numbers

@@ -16,7 +16,7 @@ from fastrl import (
 from fastrl.backend.choice import forced
 from fastrl.base import checks
 from fastrl.base.errors import UserError
-from fastrl.linear.head import Head, Held
+from fastrl.passes.head import Head, Workspace
 from fastrl.planning.budget import default_budget, parse_budget
 from fastrl.planning.tiling import TILE_BYTES, Tile
 from fastrl.training.common.loading import load_config, load_tokenizer, name_of
@@ -112,7 +112,7 @@ class Distillation:
         ids, logprobs = [], []
         for part in states.split(rows):
             tile = Tile(len(part), len(weight))
-            held = Held(Head(part.to(dtype), weight, bias), tile, False, forced(), float32_logits=wide)
+            held = Workspace(Head(part.to(dtype), weight, bias), tile, False, forced(), float32_logits=wide)
             logits = held.logits(held.hidden(slice(None)), slice(None))
             ids.append(logits.topk(count).indices)  # neither scale nor softcap nor temperature changes the order
             options = {"logit_scale": head["logit_scale"], "softcap": head["softcap"]}

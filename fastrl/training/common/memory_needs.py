@@ -14,10 +14,10 @@ from fastrl.backend.choice import forced, resolved
 from fastrl.base import checks
 from fastrl.base.errors import UserError
 from fastrl.losses.supports import widest_support
-from fastrl.objectives.dependence import ANY, RESPONSE, Given, scope, slopes
+from fastrl.objectives.row_local import ANY, RESPONSE, Given, scope, slopes
 from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
-from fastrl.planning.plans import Call, applicable, choose, least_budget
-from fastrl.planning.tiling import NO_TEACHER, Needs, Teacher
+from fastrl.planning.plans import applicable, choose, least_budget
+from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher
 from fastrl.training.common.loading import load_config
 from fastrl.training.common.optimizer import cpu_threads
 from fastrl.training.common.policy import Policy, logits_dtype

@@ -10,7 +10,7 @@ import torch
 from fastrl import KL, REINFORCE, CovarianceClip, Objective
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
-from fastrl.objectives.dependence import Given
+from fastrl.objectives.row_local import Given
 from fastrl.training.common.checkpoint import RandomState, Trained, read_checkpoint, write_checkpoint
 from fastrl.training.common.data import Example, PromptFormat, PromptSampler, Room, TextStream, load_examples
 from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher, teacher_width

@@ -14,7 +14,7 @@ from fastrl import Objective, linear_cross_entropy, linear_policy_loss, value_lo
 from fastrl.base.errors import UserError
 from fastrl.base.groups import group_numbers, group_total
 from fastrl.base.json_text import to_json
-from fastrl.objectives.evaluate import effective_share
+from fastrl.losses.problem import effective_share
 from fastrl.objectives.formulas import kl_k3_value
 from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.policy import Policy, checkpointing, decoder_states

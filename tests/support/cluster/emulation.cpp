@@ -218,11 +218,10 @@ using namespace fastrl;
 struct Objective {
   static inline int gate, kl;
 
-  template <class... T>
-  auto operator()(T... numbers) const {
+  auto operator()(double logp, double entropy, const auto& inputs, const auto& numbers) const {
     return formulas::token_terms(formulas::GATE_VALUE[gate], formulas::GATE_WEIGHT[gate], formulas::GATE_SIDE[gate],
                                  formulas::GATE_BASELINE[gate], formulas::KL_VALUE[kl], formulas::KL_GRADIENT[kl],
-                                 numbers...);
+                                 logp, entropy, inputs, numbers);
   }
 };
 

@@ -7,7 +7,7 @@ and two rows of the same columns, with transformers in place of vLLM.
 from __future__ import annotations
 
 import string
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -91,7 +91,7 @@ def test_the_budget_lets_a_gpu_take_the_cheapest_plan(name):
     objective, _, _ = running._objective(config, torch.device("cpu"))
     for call in running._loss_calls(config, objective):
         on_gpu = call.plan_call(case.vocab, case.hidden, False, config.model, "cuda")
-        planned = replace(on_gpu, backend="triton")  # as where there is one
+        planned = on_gpu._replace(backend="triton")  # as where there is one
         budgeted, ample = (choose(planned, parse_budget(size)) for size in (config.training.memory_budget, "1TiB"))
         assert budgeted.name == ample.name, call.what
 

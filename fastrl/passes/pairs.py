@@ -12,43 +12,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import kernels
+from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Divergence, PairStatistics, Transform
-from fastrl.linear import head as products
-from fastrl.linear.backward import Passes, order_of_active
-from fastrl.linear.forward_gradient import GradientSums, fake_gradients, gradients_backward, row_chunks, save_gradients
-from fastrl.linear.head import Head, Held, slices
-from fastrl.linear.operators import HeadGradients, head_backward
-from fastrl.linear.operators import fake_gradients as fake_head_gradients
-from fastrl.linear.statistics import active_first, order, pass_tile
-from fastrl.operators.operator import operator
-from fastrl.operators.rows import upstream
-from fastrl.planning.tiling import Needs, PassBudget, Teacher, Tile
+from fastrl.passes.backward import Passes, order_of_active
+from fastrl.passes.forward_gradient import GradientSums, fake_gradients, gradients_backward, row_chunks, save_gradients
+from fastrl.passes.head import Head, Order, Workspace, active_first, float16_scale, order, slices
+from fastrl.passes.linear import HeadGradients, head_backward
+from fastrl.passes.linear import fake_gradients as fake_head_gradients
+from fastrl.passes.logits import upstream
+from fastrl.passes.operator import Operator
+from fastrl.planning.plans import Plan
+from fastrl.planning.tiling import Needs, Tile
 
 
-def teacher_sizes(teacher: Head, float32_logits: bool) -> Teacher:
-    """What the planner knows of a teacher."""
-    return Teacher(teacher.hidden.shape[1], teacher.hidden.element_size(), float32_logits)
-
-
-class HeldPair(Held):
+class PairWorkspace(Workspace):
     """Memory for a chunk's hidden states and a tile of its logits, of a student and a teacher."""
 
     def __init__(
-        self,
-        head: Head,
-        teacher: Head,
-        tile: Tile,
-        gathers: bool,
-        backend: str,
-        budget: PassBudget,
-        teacher_float32: bool,
-        forms_gradient: bool,
-        mapped: bool = False,
+        self, head: Head, teacher: Head, tile: Tile, used: Order, backend: str, plan: Plan, gradient: bool, mapped: bool
     ) -> None:
         # The kernels for pairs take contiguous tiles.
-        super().__init__(head, tile, gathers, backend, mapped, budget.float32_logits, forms_gradient, pitched=False)
-        self._teacher = Held(teacher, tile, gathers, backend, mapped, teacher_float32, pitched=False)
+        memory = (tile, used.index is not None, backend, mapped)
+        super().__init__(head, *memory, plan.call.float32_logits, gradient, pitched=False)
+        self._teacher = Workspace(teacher, *memory, plan.call.teacher.float32_logits, pitched=False)
         self._teacher_hidden = teacher.hidden[:0]
 
     def hidden(self, where: Tensor | slice) -> Tensor:
@@ -73,20 +59,16 @@ class _Rows(NamedTuple):
         """The inputs of some of the rows; None: all."""
         if rows is None:
             return self
-
-        def of(transform: Transform) -> Transform:
-            t = transform.temperatures
-            return transform if t is None else transform._replace(temperatures=t[rows])
-
         stats = None if self.statistics is None else PairStatistics(*(x[rows] for x in self.statistics))
-        return _Rows(of(self.transform), of(self.teacher_transform), None if self.c is None else self.c[rows], stats)
+        c = None if self.c is None else self.c[rows]
+        return _Rows(self.transform.of(rows), self.teacher_transform.of(rows), c, stats)
 
 
 def _whole(head: Head) -> slice:
     return slice(0, head.weight.shape[0])
 
 
-@operator()
+@Operator
 def divergence_statistics(
     head: Head,
     teacher: Head,
@@ -94,30 +76,25 @@ def divergence_statistics(
     transform: Transform,
     teacher_transform: Transform,
     divergence: Divergence,
-    teacher_float32: bool,
     backend: str,
-    num_tokens: int,
+    num_rows: int,
     waits: bool,
-    plan: str,
-    budget: PassBudget,
+    plan: Plan,
 ) -> PairStatistics:
     """The divergence of each row, which is differentiable, and what its gradient needs; 0 for masked rows."""
     head, n = head.unpadded(), head.hidden.shape[0]
-    out = PairStatistics(
-        *(torch.zeros(n, dtype=torch.float32, device=head.hidden.device) for _ in PairStatistics._fields)
-    )
-    used = order(mask, n, num_tokens)
+    zeros = (torch.zeros(n, dtype=torch.float32, device=head.hidden.device) for _ in PairStatistics._fields)
+    out, used = PairStatistics(*zeros), order(mask, n, num_rows)
     if used.count == 0:
         return out
-    tile = pass_tile("statistics", head, used, budget, teacher=teacher_sizes(teacher, teacher_float32))
-    gathers = used.index is not None
-    held = HeldPair(head, teacher, tile, gathers, backend, budget, teacher_float32, False, budget.mapped)
+    tile = plan.tile("statistics", used.count)
+    workspace = PairWorkspace(head, teacher, tile, used, backend, plan, False, plan.mapped)
     rows = _Rows(transform, teacher_transform).part(used.index)
     for part in slices(used.count, tile.rows):
         where, inputs = used.rows(part), rows.part(part)
-        logits = held.logits(held.hidden(where), _whole(head))
-        stats = kernels(backend, logits).pair_statistics(
-            logits, held.teacher_logits(_whole(head)), inputs.transform, inputs.teacher_transform, divergence
+        logits = workspace.logits(workspace.hidden(where), _whole(head))
+        stats = row_functions(backend, logits).pair_statistics(
+            logits, workspace.teacher_logits(_whole(head)), inputs.transform, inputs.teacher_transform, divergence
         )
         for total, values in zip(out, stats, strict=True):
             total[where] = values
@@ -143,53 +120,39 @@ class _Backward(Passes):
         rows: _Rows,
         divergence: Divergence,
         needs: Needs,
-        teacher_float32: bool,
         backend: str,
-        num_tokens: int,
-        budget: PassBudget,
+        num_rows: int,
+        plan: Plan,
     ) -> None:
         assert rows.statistics is not None and rows.c is not None
-        active = order_of_active(mask, rows.c, num_tokens)
+        active = order_of_active(mask, rows.c, num_rows)
         rows, undo = rows.part(active.index), None
         if head.hidden.dtype == torch.float16 and active.count:
             assert rows.c is not None and rows.statistics is not None
             # Of a reverse KL, the |dD/dz| sum up to about twice the divergence. An infinite forward KL has finite ones.
             divergences = rows.statistics.divergence.nan_to_num(0.0, 0.0, 0.0)
-            scale = products.float16_scale(rows.c.abs() * (1 + divergences), rows.transform)
+            scale = float16_scale(rows.c.abs() * (1 + divergences), rows.transform)
             rows, undo = rows._replace(c=rows.c * scale), 1 / scale
-        super().__init__(head, active, needs, backend, budget, undo)
-        self.teacher, self.teacher_float32 = teacher, teacher_float32
-        self.divergence, self.rows = divergence, rows
+        super().__init__(head, active, needs, backend, plan, undo)
+        self.teacher, self.divergence, self.rows = teacher, divergence, rows
 
     def _rows(self, part: slice) -> _Rows:
         return self.rows.part(part)
 
-    def _tile(self, kind: str) -> Tile:
-        teacher = teacher_sizes(self.teacher, self.teacher_float32)
-        return pass_tile(kind, self.head, self.order, self.budget, needs=self.needs, teacher=teacher)
+    def _workspace(self, tile: Tile) -> PairWorkspace:
+        memory = (tile, self.order, self.backend, self.plan)
+        return PairWorkspace(self.head, self.teacher, *memory, True, self.plan.mapped)
 
-    def _held(self, tile: Tile) -> HeldPair:
-        memory = (tile, self.order.index is not None, self.backend, self.budget)
-        return HeldPair(self.head, self.teacher, *memory, self.teacher_float32, True, self.budget.mapped)
-
-    def _gradient(self, hidden: Tensor, rows: _Rows, columns: slice, held: Held) -> Tensor:
-        assert isinstance(held, HeldPair)
-        logits = held.logits(hidden, columns)
-        gradient = held.gradient(logits)
-        kernels(self.backend, logits).pair_gradient(
-            logits,
-            held.teacher_logits(columns),
-            rows.transform,
-            rows.teacher_transform,
-            self.divergence,
-            rows.statistics,
-            rows.c,
-            gradient,
-        )
+    def _gradient(self, hidden: Tensor, rows: _Rows, columns: slice, workspace: Workspace) -> Tensor:
+        assert isinstance(workspace, PairWorkspace)
+        logits = workspace.logits(hidden, columns)
+        gradient = workspace.gradient(logits)
+        arguments = (rows.transform, rows.teacher_transform, self.divergence, rows.statistics, rows.c, gradient)
+        row_functions(self.backend, logits).pair_gradient(logits, workspace.teacher_logits(columns), *arguments)
         return gradient
 
 
-@operator()
+@Operator
 def divergence_gradient(
     head: Head,
     teacher: Head,
@@ -200,25 +163,22 @@ def divergence_gradient(
     statistics: PairStatistics,
     c: Tensor,  # (N,) float32, dL/dD
     needs: Needs,
-    teacher_float32: bool,
     backend: str,
-    num_tokens: int,
-    waits: bool,
-    plan: str,
-    budget: PassBudget,
+    num_rows: int,
+    plan: Plan,
 ) -> HeadGradients:
     """The backward of `divergence_statistics`."""
     rows = _Rows(transform, teacher_transform, c, statistics)
-    known = -1 if waits else num_tokens
-    backward = _Backward(head, teacher, mask, rows, divergence, needs, teacher_float32, backend, known, budget)
-    return HeadGradients.of(backward.run(plan), head.hidden)
+    backward = _Backward(head, teacher, mask, rows, divergence, needs, backend, num_rows, plan)
+    return HeadGradients.of(backward.run(), head.hidden)
 
 
 divergence_gradient.register_fake(fake_head_gradients)
 
 
 def _save(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    return {**inputs, "statistics": PairStatistics(*results)}
+    known = -1 if inputs.pop("waits") else inputs["num_rows"]
+    return {**inputs, "num_rows": known, "statistics": PairStatistics(*results)}
 
 
 def _gradient(ctx: Any, d_divergence: Tensor) -> Head:
@@ -243,7 +203,7 @@ def weighted_sum(divergence: Tensor, c: Tensor) -> Tensor:
     return (c * divergence.where(c != 0, 0.0)).sum()
 
 
-@operator()
+@Operator
 def divergence_forward_gradient(
     head: Head,
     teacher: Head,
@@ -252,55 +212,49 @@ def divergence_forward_gradient(
     teacher_transform: Transform,
     divergence: Divergence,
     c: Tensor,  # (N,) float32: the weight of each row; 0 where masked
-    needs: Needs,
-    teacher_float32: bool,
     backend: str,
-    num_tokens: int,
+    num_rows: int,
     num_active: int,
-    budget: PassBudget,
-    one_chunk: bool,
+    plan: Plan,
 ) -> LinearDivergence:
     """The weighted sum of the rows' divergences, differentiable once. Not for float16, whose sums need a scale.
 
     num_active: the number of valid rows whose c is not 0, or -1.
     """
-    n, device = head.hidden.shape[0], head.hidden.device
-    used, active = active_first(mask, c != 0, n, num_tokens, num_active)
-    tile = Tile(max(used.count, 1), head.entries)
-    if not one_chunk and used.count:
-        # There may be fewer rows than were planned, but the sums are float32 as planned.
-        sizes = teacher_sizes(teacher, teacher_float32)
-        tile = pass_tile("forward-gradient", head, used, budget, needs=needs, summed=True, teacher=sizes)
-    chunks = row_chunks(used.count, active, tile.rows)
-    out = torch.zeros(n, dtype=torch.float32, device=device)
-    sums = GradientSums(head, used, needs, one_chunk, active == n, backend, None)
-    head = head.unpadded()
-    tile = Tile(min(tile.rows, used.count), tile.columns)
-    held = HeldPair(head, teacher, tile, used.index is not None, backend, budget, teacher_float32, True)
+    n, vocab = head.hidden.shape[0], head.entries
+    used, active = active_first(mask, c != 0, n, num_rows, num_active)
+    size = max(used.count, 1)
+    if not plan.one_chunk and used.count:
+        size = plan.tile("forward-gradient", used.count).rows
+    chunks = row_chunks(used.count, active, size)
+    out = torch.zeros(n, dtype=torch.float32, device=head.hidden.device)
+    sums = GradientSums(head, used, plan.call.needs, plan.one_chunk, active == n, backend)
+    head, tile = head.unpadded(), Tile(min(size, used.count), vocab)
+    workspace = PairWorkspace(head, teacher, tile, used, backend, plan, True, False)
     rows = _Rows(transform, teacher_transform, c).part(used.index)
     for chunk in chunks:
         places = slice(chunk.start, chunk.stop)
         where, inputs = used.rows(places), rows.part(places)
-        hidden = held.hidden(where)
-        logits = held.logits(hidden, _whole(head))
-        arguments = (logits, held.teacher_logits(_whole(head)), *inputs[:2], divergence)
-        row_kernels = kernels(backend, logits)
+        hidden = workspace.hidden(where)
+        logits = workspace.logits(hidden, _whole(head))
+        arguments = (logits, workspace.teacher_logits(_whole(head)), *inputs[:2], divergence)
+        row_kernels = row_functions(backend, logits)
         if not chunk.active:
             out[where] = row_kernels.pair_statistics(*arguments).divergence
             continue
-        gradient = held.gradient(logits)
+        gradient = workspace.gradient(logits)
         beside = None if gradient is logits else gradient
         out[where] = row_kernels.pair_forward_gradient(*arguments, inputs.c, beside).divergence
         positions = slice(chunk.start, chunk.start + chunk.active)
-        sums.add(positions, hidden[: chunk.active], gradient[: chunk.active], False)
+        sums.add(positions, hidden[: chunk.active], gradient[: chunk.active])
     gradients = (head.hidden.new_empty(0) if g is None else g for g in sums.finish())
     return LinearDivergence(weighted_sum(out, c), out, *gradients)
 
 
 @divergence_forward_gradient.register_fake
-def _(head: Head, needs: Needs, one_chunk: bool, **_: Any) -> LinearDivergence:
+def _(head: Head, plan: Plan, **_: Any) -> LinearDivergence:
     results = (head.hidden.new_empty(shape, dtype=torch.float32) for shape in ((), head.hidden.shape[:1]))
-    return LinearDivergence(*results, *fake_gradients(head, needs, one_chunk))  # type: ignore[call-arg]
+    return LinearDivergence(*results, *fake_gradients(head, plan))  # type: ignore[call-arg]
 
 
 divergence_forward_gradient.register_autograd(gradients_backward, save_gradients, differentiable=1)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import kernels
-from fastrl.backend.contract import Best, Entries, Statistics, Transform
+from fastrl.backend.choice import row_functions
+from fastrl.backend.contract import Best, Entries, Statistics, Support, Transform
 from fastrl.backend.torch.rows import transformed
 from fastrl.base import checks
 from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES
@@ -30,40 +30,36 @@ NOTHING, NOT_IN_SET = -1, -2
 _PIECE_ENTRY_BYTES, _SOFTCAP_ENTRY_BYTES = 64, 128
 
 
-class RowEntries(NamedTuple):
-    """The entries of the rows of a tile, and the place for their logits or of their gradients."""
+class EntryValues(NamedTuple):
+    """The entries of a call's rows, and the place for their logits, or their gradients."""
 
     entries: Entries
-    rows: Tensor  # (n,) int64
-    numbers: Tensor  # (nnz,) float32
+    values: Tensor  # (nnz,) float32
     best: Best
     first: int = 0  # the vocabulary entry of the head's first row
 
-    def part(self, rows: slice) -> RowEntries:
-        """The entries of some of the rows."""
-        return self._replace(rows=self.rows[rows])
+    def gather(self, logits: Tensor, first: int, row_ids: Tensor, backend: str) -> Tensor:
+        """Gather from the logits (n, v) of these rows, of the head's rows [first, first + v).
 
-    def gather(self, logits: Tensor, first: int, backend: str) -> Tensor:
-        """Gather from logits (n, v) of the head's rows [first, first + v); the targets (n,) of their statistics."""
-        targets: Tensor = kernels(backend, logits).gather_entries(
-            logits[None], self.first + first, self.rows, self.entries, self.numbers, self.best
-        )
+        Returns the targets (n,) of their statistics, the best of the entries.
+        """
+        arguments = (self.first + first, row_ids, self.entries, self.values, self.best)
+        targets: Tensor = row_functions(backend, logits).gather_entries(logits[None], *arguments)
         return targets
 
-    def scatter(self, gradient: Tensor, first: int, backend: str) -> None:
-        """Write the entries' gradients into a tile of dL/dlogits (n, v)."""
-        kernels(backend, gradient).scatter_entries(
-            self.numbers, self.first + first, self.rows, self.entries, gradient[None]
-        )
+    def scatter(self, gradient: Tensor, first: int, row_ids: Tensor, backend: str) -> None:
+        """Write the entries' gradients into a tile of dL/dlogits (n, v) of these rows."""
+        arguments = (self.values, self.first + first, row_ids, self.entries)
+        row_functions(backend, gradient).scatter_entries(*arguments, gradient[None])
 
 
 def no_best(count: int, like: Tensor) -> Best:
     """That of `count` rows of which nothing has been seen, on the device of `like`."""
     ids = torch.full((count,), -1, dtype=torch.int64, device=like.device)
-    return Best(ids, torch.full((count,), -torch.inf, dtype=wide(like), device=like.device))
+    return Best(ids, torch.full((count,), -torch.inf, dtype=wide_dtype(like), device=like.device))
 
 
-def wide(x: Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
     """The dtype of numbers formed from logits like x."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -92,14 +88,18 @@ def check_entries(entries: Entries, mask: Tensor | None, vocab: int) -> None:
         raise IndexError(f"{place} {what} outside [0, {vocab}) (-1 means that nothing is there)")
 
 
-def support_places(entries: Entries, token_ids: Tensor, offsets: Tensor) -> Tensor:
-    """(nnz,) int64: where each entry is in the CSR of a support, ascending within its rows; -1 if it is not there."""
-    if not token_ids.shape[0]:
+def support_places(entries: Entries, first: int, support: Entries | Support) -> Tensor:
+    """(nnz,) int64: where each entry is in the CSR of a support, ascending within its rows; -1 if it is not there.
+
+    The support's ids count from the entry `first` of the vocabulary.
+    """
+    if not support.token_ids.shape[0]:
         return torch.full_like(entries.token_ids, -1, dtype=torch.int64)
-    keys = (Entries(token_ids, offsets).rows() << 32) | token_ids.long()
-    wanted = (entries.rows() << 32) | entries.token_ids.long().clamp_min(0)
+    ids = entries.token_ids - first
+    keys = (support.rows() << 32) | support.token_ids.long()
+    wanted = (entries.rows() << 32) | ids.long().clamp_min(0)
     places = torch.searchsorted(keys, wanted).clamp_max_(keys.shape[0] - 1)
-    return places.where((keys[places] == wanted) & (entries.token_ids >= 0), -1)
+    return places.where((keys[places] == wanted) & (ids >= 0), -1)
 
 
 def best_of(values: Tensor, entries: Entries, there: Tensor) -> Best:
@@ -134,7 +134,7 @@ def _entry_bytes(transform: Transform) -> int:
     return _SOFTCAP_ENTRY_BYTES if transform.softcap else _PIECE_ENTRY_BYTES
 
 
-def _scaled(x: Tensor, rows: Tensor, transform: Transform) -> Tensor:
+def _times_slope(x: Tensor, rows: Tensor, transform: Transform) -> Tensor:
     """x (n,) of entries in these rows, times dz/dx where there is no softcap; may be x itself, changed."""
     if transform.temperatures is not None:
         slopes = (transform.logit_scale / transform.temperatures.double()).to(x.dtype)
@@ -173,7 +173,7 @@ def entry_logprobs(
             (z, _), (best_z, _) = (_softcapped(y, rows, transform) for y in (x, best_x))
             found = (z - best_z).where(x != best_x, 0.0)
         else:
-            found = _scaled(x - best_values.index_select(0, rows), rows, transform)
+            found = _times_slope(x - best_values.index_select(0, rows), rows, transform)
         found += best_logprobs.index_select(0, rows)
         if not checked:
             ids = entries.token_ids[part]
@@ -228,6 +228,6 @@ def entry_gradients(
         if transform.softcap:
             gradient = gradient * _softcapped(values[part], rows, transform)[1]
         else:
-            gradient = _scaled(gradient, rows, transform)
+            gradient = _times_slope(gradient, rows, transform)
         out[part] = gradient.where(there, 0.0)
     return EntryGradients(out, totals.to(dtype), over_rows(u.abs_(), entries, "max", 0.0).to(dtype), flags)

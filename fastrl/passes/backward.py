@@ -12,15 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import kernels
-from fastrl.backend.contract import Statistics, Transform
+from fastrl.backend.choice import row_functions
+from fastrl.backend.contract import Entries, Statistics, Transform
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import add_parts
-from fastrl.linear import head as products
-from fastrl.linear.head import Head, HeadSums, Held, slices
-from fastrl.linear.statistics import Order, Rows, order, pass_tile
-from fastrl.operators.dense_support import DenseSupport
-from fastrl.planning.tiling import Needs, PassBudget, Tile
+from fastrl.passes.head import (
+    Head,
+    HeadSums,
+    Order,
+    Workspace,
+    add_inner,
+    empty,
+    float16_scale,
+    order,
+    scratch,
+    slices,
+    store_product,
+    store_rows,
+)
+from fastrl.passes.rows import Rows, rows_of
+from fastrl.planning.plans import Plan
+from fastrl.planning.tiling import Needs, Tile
 
 #: The plan that forms dL/dhidden and dL/dweight in separate passes, so that the float32 sums of neither are held whole.
 TWO_PASS = "two-pass"
@@ -56,13 +68,12 @@ class Passes(ABC):
         order: Order,
         needs: Needs,
         backend: str,
-        budget: PassBudget,
+        plan: Plan,
         undo: Tensor | None = None,
         shard: VocabularyShard | None = None,
     ) -> None:
         self.padded, self.head = head, head.unpadded()
-        self.order, self.needs, self.backend, self.budget = order, needs, backend, budget
-        self.undo, self.shard = undo, shard
+        self.order, self.needs, self.backend, self.plan, self.undo = order, needs, backend, plan, undo
         self.group = shard.group if shard is not None and shard.reduces else None
         # dL/dhidden is then a part of a sum, which needs a wider dtype than that of the factors.
         self.partial = self.group is not None and head.hidden.dtype != torch.float32
@@ -76,7 +87,7 @@ class Passes(ABC):
         """What `_gradient` needs for these positions of the order."""
 
     @abstractmethod
-    def _gradient(self, hidden: Tensor, rows: Any, columns: slice, held: Held) -> Tensor:
+    def _gradient(self, hidden: Tensor, rows: Any, columns: slice, workspace: Workspace) -> Tensor:
         """dL/dlogits of a tile (n, v)."""
 
     def _output(self, like: Tensor, needed: bool, filled: int) -> Tensor | None:
@@ -84,34 +95,34 @@ class Passes(ABC):
         if not needed:
             return None
         if filled and self.order.count:
-            out = products.empty(tuple(like.shape), like.dtype, like, self.backend)
+            out = empty(tuple(like.shape), like.dtype, like, self.backend)
             out[filled:].zero_()
             return out
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
-    def run(self, plan: str) -> tuple[Tensor | None, ...]:
+    def run(self) -> tuple[Tensor | None, ...]:
         """Runs the plan's passes; returns dL/d(hidden, weight, bias) in their dtypes, None if not needed.
 
         After an error the other ranks of a group get NaN: they wait for this rank's part.
         """
         if self.group is None:
-            return self._run(plan)
-        self._due = self._sums(plan)
+            return self._run()
+        self._due = self._sums()
         try:
-            return self._run(plan)
+            return self._run()
         except Exception:
             for rows in self._due:
                 shape = (rows, self.head.hidden.shape[1])
                 add_parts(torch.full(shape, torch.nan, dtype=torch.float32, device=self.head.hidden.device), self.group)
             raise
 
-    def _sums(self, plan: str) -> list[int]:
+    def _sums(self) -> list[int]:
         """The rows of each sum of dL/dhidden over the group."""
         if not self.needs.hidden or not self.order.count:
             return []
         if not self.partial:
             return [self.head.hidden.shape[0]]
-        step = self._tile("hidden").rows if plan == TWO_PASS else self.order.count
+        step = self._tile("hidden").rows if self.plan.name == TWO_PASS else self.order.count
         return [part.stop - part.start for part in slices(self.order.count, step)]
 
     def _add(self, total: Tensor) -> None:
@@ -120,7 +131,7 @@ class Passes(ABC):
         self._due.pop(0)
         add_parts(total, self.group)
 
-    def _run(self, plan: str) -> tuple[Tensor | None, ...]:
+    def _run(self) -> tuple[Tensor | None, ...]:
         (hidden, weight, _, _), needs, vocab = self.padded, self.needs, self.head.entries
         whole = self.order.index is None and vocab > 0
         self.hidden = self._output(hidden, needs.hidden, filled=hidden.shape[0] if whole else 0)
@@ -128,7 +139,7 @@ class Passes(ABC):
         self.bias = self._output(weight[:, 0], needs.bias, filled=vocab)
         needs_head = self.needs.weight or self.needs.bias
         if self.order.count:
-            if self.needs.hidden and (needs_head or self.group) and plan != TWO_PASS:
+            if self.needs.hidden and (needs_head or self.group) and self.plan.name != TWO_PASS:
                 self._weight_pass(self._tile("both"), with_hidden=True)
             else:
                 if self.needs.hidden:
@@ -138,50 +149,50 @@ class Passes(ABC):
         return self.hidden, self.weight, self.bias
 
     def _tile(self, kind: str) -> Tile:
-        return pass_tile(kind, self.head, self.order, self.budget, needs=self.needs, shard=self.shard)
+        return self.plan.tile(kind, self.order.count, self.needs)
 
-    def _held(self, tile: Tile) -> Held:
-        gathers, (_, _, mapped, wide) = self.order.index is not None, self.budget
-        return Held(self.head, tile, gathers, self.backend, mapped, wide, forms_gradient=True)
+    def _workspace(self, tile: Tile) -> Workspace:
+        gathers, wide = self.order.index is not None, self.plan.call.float32_logits
+        return Workspace(self.head, tile, gathers, self.backend, self.plan.mapped, wide, forms_gradient=True)
 
-    def _chunks(self, held: Held, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Any]]:
+    def _chunks(self, workspace: Workspace, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Any]]:
         """Yield (positions in the order, row indices, hidden states (n, H), inputs of row functions)."""
         for part in slices(self.order.count, size):
             where = self.order.rows(part)
-            yield part, where, held.hidden(where), self._rows(part)
+            yield part, where, workspace.hidden(where), self._rows(part)
 
     def _hidden_pass(self, tile: Tile) -> None:
         """dL/dhidden, one chunk of rows after another, summed over slices of the vocabulary."""
         assert self.hidden is not None
-        held, vocab = self._held(tile), self.head.weight.shape[0]
+        workspace, vocab = self._workspace(tile), self.head.weight.shape[0]
         whole = tile.columns >= vocab and not self.partial
         sums = None if whole else self._float32(tile.rows)
-        for _, where, hidden, rows in self._chunks(held, tile.rows):
+        for _, where, hidden, rows in self._chunks(workspace, tile.rows):
             total = None if sums is None else sums[: hidden.shape[0]]
             if total is not None and vocab == 0:
                 total.zero_()
             for columns in slices(vocab, tile.columns):
-                gradient = self._gradient(hidden, rows, columns, held)
+                gradient = self._gradient(hidden, rows, columns, workspace)
                 if total is None:
-                    products.store_product(self.hidden, where, gradient, self.head.weight, self.undo)
+                    store_product(self.hidden, where, gradient, self.head.weight, self.undo)
                 else:
-                    products.add_inner(total, gradient, self.head.weight[columns], first=columns.start == 0)
+                    add_inner(total, gradient, self.head.weight[columns], first=columns.start == 0)
             if total is not None:
                 if self.partial:
                     self._add(total)
-                products.store_rows(self.hidden, where, total, self.undo)
+                store_rows(self.hidden, where, total, self.undo)
         if self.group is not None and not self.partial:
             self._add(self.hidden)
 
     def _float32(self, rows: int) -> Tensor:
         """Uninitialised memory for float32 sums (rows, H)."""
-        hidden, make = self.head.hidden, products.scratch if self.budget.mapped else products.empty
+        hidden, make = self.head.hidden, scratch if self.plan.mapped else empty
         return make((rows, hidden.shape[1]), torch.float32, hidden, self.backend)
 
     def _weight_pass(self, tile: Tile, with_hidden: bool) -> None:
         """dL/dweight and dL/dbias, slice by slice, each written once; `with_hidden`: also dL/dhidden, summed."""
         count, vocab = self.order.count, self.head.weight.shape[0]
-        held = self._held(tile)
+        workspace = self._workspace(tile)
         whole = tile.columns >= vocab and not self.partial
         narrow = self.head.hidden.dtype != torch.float32
         total = self._float32(count) if with_hidden and not whole and narrow else None
@@ -191,12 +202,12 @@ class Passes(ABC):
         sums = self._float32(min(tile.columns, vocab)) if self.needs.weight and narrow and not direct else None
         for columns in slices(vocab, tile.columns):
             outer = self._outer(columns, sums, direct)
-            for part, where, hidden, rows in self._chunks(held, tile.rows):
-                gradient = self._gradient(hidden, rows, columns, held)
+            for part, where, hidden, rows in self._chunks(workspace, tile.rows):
+                gradient = self._gradient(hidden, rows, columns, workspace)
                 outer.add(gradient, hidden)
                 if with_hidden and whole:
                     assert self.hidden is not None
-                    products.store_product(self.hidden, where, gradient, self.head.weight, self.undo)
+                    store_product(self.hidden, where, gradient, self.head.weight, self.undo)
                 elif with_hidden:
                     self._add_hidden(total, part, where, gradient, columns)
             outer.finish()
@@ -205,7 +216,7 @@ class Passes(ABC):
             self._add(self.hidden if total is None else total)
         if total is not None:
             assert self.hidden is not None
-            products.store_rows(self.hidden, self.order.rows(slice(0, count)), total, self.undo)
+            store_rows(self.hidden, self.order.rows(slice(0, count)), total, self.undo)
 
     def _add_hidden(
         self, total: Tensor | None, part: slice, where: Tensor | slice, gradient: Tensor, columns: slice
@@ -214,9 +225,9 @@ class Passes(ABC):
         assert self.hidden is not None
         weight, first = self.head.weight[columns], columns.start == 0
         if total is not None:
-            products.add_inner(total[part], gradient, weight, first)
+            add_inner(total[part], gradient, weight, first)
         elif isinstance(where, slice):
-            products.add_inner(self.hidden[where], gradient, weight, first)
+            add_inner(self.hidden[where], gradient, weight, first)
         else:  # inactive rows were set to 0; no row occurs twice, so no two additions collide
             self.hidden.index_add_(0, where, torch.mm(gradient, weight))
 
@@ -231,8 +242,9 @@ class Passes(ABC):
 class Backward(Passes):
     """Computes the gradients of one call, pass by pass, from c and h (N,) or None.
 
-    num_tokens: the number of rows in the mask, or -1 if the host does not know it. shard: of the vocabulary, if the
-    head is one; then targets count from its first entry, and dL/dhidden is summed over its group if it says so.
+    num_rows: the number of rows in the mask, or -1 if the host does not know it. shard: of the vocabulary, if the head
+    is one; then targets count from its first entry, and dL/dhidden is summed over its group if it says so. wide: the
+    supports of the rows that have one.
     """
 
     def __init__(
@@ -246,47 +258,33 @@ class Backward(Passes):
         h: Tensor | None,
         needs: Needs,
         backend: str,
-        num_tokens: int,
-        budget: PassBudget,
-        dense_support: DenseSupport | None = None,
+        num_rows: int,
+        plan: Plan,
+        wide: Entries | None = None,
         shard: VocabularyShard | None = None,
     ) -> None:
-        active = order_of_active(mask, c, num_tokens, h, stats.logprobs)
-        of, undo = active.of, None
-        c, h = of(c), of(h)  # type: ignore[assignment]
-        chosen = Statistics(*map(of, stats))  # type: ignore[arg-type]
-        of_rows = transform._replace(temperatures=of(transform.temperatures))
+        active, undo = order_of_active(mask, c, num_rows, h, stats.logprobs), None
+        rows = rows_of(active, targets, transform, stats, c, h, wide)
         if head.hidden.dtype == torch.float16 and active.count:
-            bounds = c.abs() if h is None else c.abs() + h.abs() * (1 + chosen.entropy)
-            scale = products.float16_scale(bounds, of_rows)
-            c, h, undo = c * scale, None if h is None else h * scale, 1 / scale
-        super().__init__(head, active, needs, backend, budget, undo, shard)
-        self.transform = transform
-        self.rows = Rows(of(targets), of_rows.temperatures, chosen, c, h, active.dense_support(dense_support))  # type: ignore[arg-type]
+            c, h = active.of(c), None if h is None else active.of(h)
+            bounds = c.abs() if h is None else c.abs() + h.abs() * (1 + active.of(stats.entropy))
+            scale = float16_scale(bounds, rows.transform)
+            rows, undo = rows._replace(c=c * scale, h=None if h is None else h * scale), 1 / scale
+        super().__init__(head, active, needs, backend, plan, undo, shard)
+        self.rows = rows
 
     def _rows(self, part: slice) -> Rows:
         return self.rows.part(part)
 
-    def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, held: Held) -> Tensor:
-        return row_gradient_of(held, hidden, rows, columns, self.transform, self.backend)
+    def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, workspace: Workspace) -> Tensor:
+        return row_gradient_of(workspace, hidden, rows, columns, self.backend)
 
 
-def row_gradient_of(
-    held: Held, hidden: Tensor, rows: Rows, columns: slice, transform: Transform, backend: str
-) -> Tensor:
+def row_gradient_of(workspace: Workspace, hidden: Tensor, rows: Rows, columns: slice, backend: str) -> Tensor:
     """dL/dlogits of a tile (n, v), from the statistics, c and h of its rows."""
-    logits = held.logits(hidden, columns)
-    if rows.dense_support is not None:
-        rows.dense_support.apply(logits, columns.start, backend)
-    gradient = held.gradient(logits)
-    kernels(backend, logits).row_gradient(
-        logits[None],
-        rows.targets - columns.start,
-        None,
-        transform._replace(temperatures=rows.temperatures),
-        rows.statistics,
-        rows.c,
-        rows.h,
-        gradient[None],
-    )
+    logits = workspace.logits(hidden, columns)
+    rows.restrict(logits, columns.start, backend)
+    gradient = workspace.gradient(logits)
+    arguments = (None, rows.transform, rows.statistics, rows.c, rows.h)
+    row_functions(backend, logits).row_gradient(logits[None], rows.targets - columns.start, *arguments, gradient[None])
     return gradient

@@ -1,21 +1,24 @@
-"""The matrix products for a tile of logits: the tile itself, and the two of its gradient, summed in float32."""
+"""Hidden states and the output head: which rows are computed, the memory of a tile of logits, its three products.
+
+The products are the tile itself, and the two of its gradient, which are summed in float32.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import kernels
+from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Transform
 from fastrl.base.pages import mapped
-from fastrl.distributed.shards import VocabularyShard
-from fastrl.planning.tiling import PIECE_BYTES, Sizes, Tile, pitch
+from fastrl.planning.tiling import PIECE_BYTES, PITCH, Tile, pitch
 
 #: Bytes from which memory is mapped if it must return to the system when freed. malloc keeps memory below an allocation
 #: in use and puts the larger tile of the next pass beside the hole: 18.8 MiB were resident instead of the planned 12.5.
@@ -44,11 +47,6 @@ class Head(NamedTuple):
         return cls(hidden, weight, bias, vocab)
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """hidden, weight and bias."""
-        return self[:3]
-
-    @property
     def entries(self) -> int:
         """The number of entries of the vocabulary."""
         return self.weight.shape[0] if self.vocab is None else self.vocab
@@ -59,23 +57,71 @@ class Head(NamedTuple):
             return self
         return Head(self.hidden, self.weight[: self.vocab], None if self.bias is None else self.bias[: self.vocab])
 
-    def sizes(self, rows: int, weight: bool = True, shard: VocabularyShard | None = None) -> Sizes:
-        """The sizes from which tiles are chosen; `rows` are valid, `weight`: whether the weight needs a gradient.
 
-        If the weight is a shard, they are those of the largest, so that all ranks choose the same chunks of rows.
-        """
-        vocab, width = self.entries, self.weight.shape[1]
-        half = self.weight.dtype == torch.float16
-        sizes = Sizes(rows, width, vocab, self.weight.element_size(), self.weight.device.type, half, weight)
-        if shard is None:
-            return sizes
-        return sizes._replace(vocab=shard.largest, shards=shard.group.size(), partial=shard.reduces)
+@dataclass(frozen=True)
+class Order:
+    """The rows that are computed, in the order in which they are computed."""
+
+    index: Tensor | None  # (count,) int64; None: all rows in their own order
+    count: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """The entries of x (N, ...) for these rows, contiguous."""
+        return x if self.index is None else x[self.index]
+
+    def rows(self, part: slice) -> Tensor | slice:
+        """The indices of the rows at these positions of the order."""
+        return part if self.index is None else self.index[part]
+
+
+def order(valid: Tensor | None, total: int, known: int = -1) -> Order:
+    """The order of the valid rows; one synchronisation on a GPU unless their number is known (>= 0)."""
+    if valid is None:
+        return Order(None, total)
+    index = _places(valid, known)
+    return Order(None if index.shape[0] == total else index, index.shape[0])
+
+
+def _places(chosen: Tensor, known: int) -> Tensor:
+    """The indices at which a mask (N,) is true; without a synchronisation if their number is known (>= 0)."""
+    if known < 0 or not chosen.is_cuda:
+        return chosen.nonzero()[:, 0]
+    # Padded with -1 if there are fewer: the loss is NaN already then, but an index must not be out of range.
+    return torch.nonzero_static(chosen, size=known)[:, 0].clamp_min(0)
+
+
+def counted(valid: Tensor | None, active: Tensor) -> tuple[int, int]:
+    """The number of valid rows, and of those that are also `active` (N,) bool; one synchronisation on a GPU."""
+    if valid is None:
+        return active.shape[0], int(active.sum())
+    count, active_count = torch.stack([valid.sum(), (active & valid).sum()]).tolist()
+    return count, active_count
+
+
+def active_first(
+    valid: Tensor | None, active: Tensor, total: int, known: int, known_active: int = -1
+) -> tuple[Order, int]:
+    """The order of the valid rows, with the `active` rows (N,) bool first, and the number of those.
+
+    Where that of the active ones is not known (>= 0), a GPU counts all rows as active if it knows the number of valid
+    ones, and is synchronised otherwise.
+    """
+    if known_active < 0 and active.is_cuda and (known >= 0 or valid is None):
+        used = order(valid, total, known)
+        return used, used.count
+    count, active_count = (known, known_active) if known_active >= 0 else counted(valid, active)
+    if active_count == count:
+        return order(valid, total, count), count
+    active = active if valid is None else active & valid
+    valid_idle = ~active if valid is None else valid & ~active
+    index = torch.cat([_places(active, active_count), _places(valid_idle, count - active_count)])
+    return Order(index, count), active_count
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: str) -> Tensor:
     """Uninitialised memory on the device of `like`; the caller fills all of it."""
     tensor = torch.empty(shape, dtype=dtype, device=like.device)
-    kernels(backend, tensor).advise(tensor)
+    row_functions(backend, tensor).advise(tensor)
     return tensor
 
 
@@ -89,11 +135,11 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, backend: s
     tensor = mapped(shape, dtype, like, _MAPPED)
     if tensor is None:
         return empty(shape, dtype, like, backend)
-    kernels(backend, tensor).advise(tensor)
+    row_functions(backend, tensor).advise(tensor)
     return tensor
 
 
-class Held:
+class Workspace:
     """Memory for the hidden states of a chunk and a tile of its logits, reused for the next chunk.
 
     `pitched`: the rows of a tile begin on a cache line. `mapped`: the system gets the memory back when it is freed.
@@ -113,9 +159,9 @@ class Held:
         pitched: bool = True,
     ) -> None:
         weight, make = head.weight, scratch if mapped else empty
-        self.head, self._pitched = head, pitched
+        self.head, self._unit = head, PITCH if pitched else 1
         rows, width = tile.rows, weight.shape[1]
-        size = rows * self._pitch(min(tile.columns, weight.shape[0]))  # a tile may be that of a larger shard
+        size = rows * pitch(min(tile.columns, weight.shape[0]), self._unit)  # a tile may be that of a larger shard
         wide = torch.float32 if float32_logits else weight.dtype
         self._logits = make((size,), wide, weight, backend)
         self._gradient = make((size,), weight.dtype, weight, backend) if float32_logits and forms_gradient else None
@@ -170,12 +216,9 @@ class Held:
         assert self._gradient is not None
         return self._tile(self._gradient, *logits.shape)
 
-    def _pitch(self, columns: int) -> int:
-        return pitch(columns) if self._pitched else columns
-
     def _tile(self, memory: Tensor, rows: int, columns: int) -> Tensor:
         """A tile (rows, columns) in this memory."""
-        width = self._pitch(columns)
+        width = pitch(columns, self._unit)
         return memory[: rows * width].view(rows, width)[:, :columns]
 
 

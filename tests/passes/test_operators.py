@@ -11,19 +11,15 @@ import torch
 from torch._inductor import config as inductor
 
 import fastrl
-from fastrl import linear as linear_folder
-from fastrl import operators
+from fastrl import passes
 from fastrl.backend.contract import Divergence, Entries, PairStatistics, Statistics, Support, Transform
-from fastrl.linear import divergence, forward_gradient
-from fastrl.linear import gathered as linear_entries
-from fastrl.linear import operators as linear
-from fastrl.linear import supports as support_linear
-from fastrl.linear.head import Head
-from fastrl.objectives.rows import RowInputs, RowObjective
-from fastrl.operators import gathered, rows, support
-from fastrl.operators.dense_support import DenseSupport
-from fastrl.operators.operator import Operator
-from fastrl.planning.tiling import Needs, PassBudget
+from fastrl.objectives.rows import Numbers, RowInputs, RowObjective
+from fastrl.passes import forward_gradient, gathered, linear, logits, pairs
+from fastrl.passes.head import Head
+from fastrl.passes.operator import Operator
+from fastrl.passes.supports import Supports
+from fastrl.planning.plans import Plan
+from fastrl.planning.tiling import Call, Needs, Teacher
 
 SLOW = pytest.mark.slow
 # A graph is the same whatever backend its operators call, and the interpreter takes its time.
@@ -48,52 +44,55 @@ def tensors(backend_device: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("backend", ["cpp", pytest.param("torch", marks=SLOW), TRITON], indirect=True)
 def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
-    logits = tensors["logits"][:, :-1]
+    x = tensors["logits"][:, :-1]
     y, m = tensors["targets"].reshape(-1), tensors["mask"].reshape(-1)
-    transform, budget = Transform(0.9, None, 1.1, 5.0), PassBudget(1 << 20, 1 << 20)
-    stats = rows.row_statistics(logits, y, m, transform, V, backend, False)
-    upstream = (stats.logprobs, stats.entropy)
+    transform, everything = Transform(0.9, None, 1.1, 5.0), Needs(True, True, True)
+    stats = logits.row_statistics(x, y, m, transform, None, V, backend, False)
+    upstream, four = (stats.logprobs, stats.entropy), Statistics(*stats[:4])
     head = Head(tensors["hidden"].reshape(-1, H), tensors["weight"], tensors["bias"], V)
-    leaves = Head.of((x.clone().requires_grad_() for x in head.tensors if x is not None), V)
+    leaves = Head.of((t.clone().requires_grad_() for t in head[:3] if t is not None), V)
     frozen = head.unpadded()._replace(hidden=leaves.hidden)
+    teacher = Head(head.hidden.repeat(1, 2), head.unpadded().weight.repeat(1, 2), None)
+    call = Call(B * T, H, V, torch.float32, x.device.type, everything, slopes=2, teacher=Teacher(2 * H, 4))
+
+    def plan(name: str, one_chunk: bool = False) -> Plan:
+        own = call if name.startswith("pair") else call._replace(teacher=Teacher(0, 0))
+        return Plan(name.removeprefix("pair "), own, 1 << 20, 1 << 20, one_chunk=one_chunk)
+
     a = torch.linspace(-1, 1, y.numel(), device=y.device)
     inputs = RowInputs(a, a.abs(), stats.logprobs - 0.1, entropy_weights=a.abs())
-    objective = RowObjective("clip", (0.2, 0.2, 1e30, 1e30))
-    row = (y, m, transform)
+    objective = RowObjective("clip", numbers=Numbers(0.2, 0.2, 1e30, 1e30))
+    row, two = (y, m, transform), Needs(True, True, False)
+    none = stats.logprobs.new_empty(0)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (rows.row_statistics, (logits.clone().requires_grad_(), *row, V, backend, False)),
-        (rows.row_gradient, (logits, *row, V, stats, *upstream, backend)),
-        (rows.row_gradient_, (logits.clone(), *row, V, stats, *upstream, backend)),
-        (linear.linear_statistics, (leaves, *row, backend, -1, True, "recompute", budget, 0, False)),
-        (linear.linear_statistics, (frozen, *row, backend, -1, True, "frozen-head", budget, 2, False)),
-        (linear.linear_statistics, (frozen, *row, backend, -1, True, "frozen-head", budget, 2, True)),
+        (logits.row_statistics, (x.clone().requires_grad_(), *row, None, V, backend, False)),
+        (logits.row_gradient, (x, *row, None, V, stats, *upstream, backend)),
+        (linear.linear_statistics, (leaves, *row, None, backend, -1, True, plan("recompute"), False)),
+        *(
+            (linear.linear_statistics, (frozen, *row, None, backend, -1, True, plan("frozen-head"), all_statistics))
+            for all_statistics in (False, True)
+        ),
         # Without a graph: its backward takes over the gradients that are outputs here, which opcheck would compare.
         *(
             (
                 forward_gradient.linear_forward_gradient,
-                (head, *row, inputs, objective, Needs(True, True, True), backend, -1, -1, budget, one_chunk),
+                (head, *row, inputs, objective, backend, -1, -1, plan("forward-gradient", one_chunk)),
             )
             for one_chunk in (False, True)
         ),
-        (
-            linear.linear_gradient,
-            (head, *row, stats, *upstream, Needs(True, True, False), backend, -1, True, "two-pass", budget),
-        ),
+        (linear.linear_gradient, (head, *row, None, four, none, *upstream, two, backend, -1, plan("two-pass"))),
         (linear.combine_slopes, ([head.hidden, 2 * head.hidden], list(upstream))),
     ]
-    entries_of = head.unpadded().weight
-    teacher = Head(torch.cat([head.hidden, head.hidden], 1), torch.cat([entries_of, entries_of], 1), None)
     pair = (teacher, m, transform, Transform(1.1), Divergence("jsd", 0.3))
-    passes = (False, backend, -1, True, "recompute", budget)
-    pair_stats = divergence.divergence_statistics(head, *pair, *passes)
+    pair_stats = pairs.divergence_statistics(head, *pair, backend, -1, True, plan("pair recompute"))
     assert isinstance(pair_stats, PairStatistics)
     calls += [
-        (divergence.divergence_statistics, (leaves, *pair, *passes)),
-        (divergence.divergence_gradient, (head, *pair, pair_stats, a, Needs(True, True, False), *passes)),
+        (pairs.divergence_statistics, (leaves, *pair, backend, -1, True, plan("pair recompute"))),
+        (pairs.divergence_gradient, (head, *pair, pair_stats, a, two, backend, -1, plan("pair recompute"))),
         *(
             (
-                divergence.divergence_forward_gradient,
-                (head, *pair, a, Needs(True, True, True), False, backend, -1, -1, budget, one_chunk),
+                pairs.divergence_forward_gradient,
+                (head, *pair, a, backend, -1, -1, plan("pair forward-gradient", one_chunk)),
             )
             for one_chunk in (False, True)
         ),
@@ -101,71 +100,58 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     # The second row has no set, and the third a wide one; the others' entries are gathered.
     ids = [[int(t)] if i not in (1, 2) else [] for i, t in enumerate(y)]
     narrow = fastrl.SamplingMask.from_lists(ids, y.device)
-    whole = fastrl.SamplingMask.from_lists([[int(y[2]), 3, 9] if i == 2 else [] for i in range(6)], y.device)
+    whole = fastrl.SamplingMask.from_lists([[int(y[2]), 3, 9] if i == 2 else ids[i] for i in range(6)], y.device)
     dense = torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.bool, device=y.device)
     entries = Support(narrow.token_ids, narrow.offsets, ~dense)
-    all_rows = torch.arange(6, device=y.device)
-    from_logits, wide = (DenseSupport(whole.token_ids, whole.offsets, r) for r in (dense.nonzero()[:, 0], all_rows))
-    *sparse, values = support.support_row_statistics(
-        logits, y, None, transform, entries, from_logits, V, backend, False
-    )
-    gradient = (y, None, transform, entries, from_logits, V, values, Statistics(*sparse), *upstream, backend)
+    wide = Supports(entries, dense, Entries(whole.token_ids, whole.offsets), 2)
+    sparse = logits.row_statistics(x, y, None, transform, wide, V, backend, False)
+    over = (sparse.logprobs, sparse.entropy)
+    of_wide = (y, None, transform, wide, Statistics(*sparse[:4]), sparse.values, *over)
     calls += [
         *(
-            (
-                support.support_row_statistics,
-                (logits.clone().requires_grad_(), y, d, transform, entries, w, V, backend, False),
-            )
-            for d, w in ((None, from_logits), (dense, None))
+            (logits.row_statistics, (x.clone().requires_grad_(), y, None, transform, supports, V, backend, False))
+            for supports in (wide, wide._replace(wide=None))
         ),
-        (support.support_row_gradient, (logits, *gradient)),
-        (support.support_row_gradient_, (logits.clone(), *gradient)),
+        (logits.row_gradient, (x, y, None, transform, wide, V, sparse, *over, backend)),
+        (linear.linear_statistics, (leaves, y, None, transform, wide, backend, 2, True, plan("recompute"), False)),
+        (linear.linear_gradient, (head, *of_wide, Needs(True, False, True), backend, -1, plan("two-pass"))),
+        (linear.support_linear_loss, (leaves, y, transform, entries, inputs, objective, backend)),
         (
-            support_linear.support_linear_statistics,
-            (leaves, y, dense, transform, entries, wide, backend, 2, "recompute", budget),
-        ),
-        (
-            support_linear.support_linear_gradient,
-            (
-                *(head, y, dense, transform, entries, wide, values, Statistics(*sparse), *upstream),
-                *(Needs(True, False, True), backend, "two-pass", budget),
-            ),
-        ),
-        (support_linear.support_linear_loss, (leaves, y, transform, entries, inputs, objective, backend)),
-        (
-            support_linear.support_linear_products,
-            (head, entries, values, values.new_tensor(0.5), Needs(True, True, True), backend),
+            linear.support_linear_products,
+            (head, entries, sparse.values, sparse.values.new_tensor(0.5), everything, backend),
         ),
     ]
-    pairs = 2 * torch.arange(7, device=y.device)
-    free, members = (Entries(torch.stack([y, x], 1).int().view(-1), pairs) for x in ((y + 1) % V, y * 0 - 1))
-    for row_supports in ((None, None, None), (None, entries, from_logits)):
-        wanted, valid = (free, m) if row_supports[1] is None else (members, None)
-        given = (wanted, valid, transform, *row_supports)
-        found = gathered.gathered_rows(logits, *given, V, backend, False)
-        again = (*given, V, backend, found, found.logprobs)
+    two_each = 2 * torch.arange(7, device=y.device)
+    free, members = (Entries(torch.stack([y, t], 1).int().view(-1), two_each) for t in ((y + 1) % V, y * 0 - 1))
+    for supports, wanted, valid in ((None, free, m), (wide, members, None)):
+        given = (wanted, valid, transform, supports)
+        results = gathered.gathered_rows(x, *given, V, backend, False)
         calls += [
-            (gathered.gathered_rows, (logits.clone().requires_grad_(), *given, V, backend, False)),
-            (gathered.gathered_rows_gradient, (logits, *again)),
-            (gathered.gathered_rows_gradient_, (logits.clone(), *again)),
+            (gathered.gathered_rows, (x.clone().requires_grad_(), *given, V, backend, False)),
+            (gathered.gathered_rows_gradient, (x, *given, V, backend, results, results.logprobs)),
         ]
-    plans = (("recompute", leaves, (dense, entries, wide)), ("frozen-head", frozen, (None, None, None)))
-    for plan, given_head, row_supports in plans:
-        given = (free if row_supports[1] is None else members, None, transform, *row_supports, backend)
-        results = linear_entries.linear_gathered(head, *given, -1, plan, budget)
-        upstreams = (plan, budget, results, results.logprobs, Needs(True, False, False))
+    one_slope = plan("frozen-head")._replace(call=plan("").call._replace(slopes=1))
+    for its_plan, its_head, supports, wanted in (
+        (plan("recompute"), leaves, wide, members),
+        (one_slope, frozen, None, free),
+    ):
+        of_head = (wanted, None, transform, supports, backend)
+        found = gathered.linear_gathered(head, *of_head, -1, its_plan)
         calls += [
-            (linear_entries.linear_gathered, (given_head, *given, -1, plan, budget)),
-            (linear_entries.linear_gathered_gradient, (head, *given, *upstreams)),
+            (gathered.linear_gathered, (its_head, *of_head, -1, its_plan)),
+            (
+                gathered.linear_gathered_gradient,
+                (head, *of_head, its_plan, found, found.logprobs, Needs(True, False, False)),
+            ),
         ]
     assert every_operator() == {operator for operator, _ in calls}
     for operator, arguments in calls:
         overload = getattr(torch.ops.fastrl, operator.__name__).default
-        torch.library.opcheck(overload, tuple(operator.unpacked(*arguments)))
+        torch.library.opcheck(overload, tuple(operator.unpacked(dict(zip(operator._names, arguments, strict=True)))))
 
 
 def every_operator() -> set[Operator[..., Any]]:
-    names = [f"{p.__name__}.{m.name}" for p in (operators, linear_folder) for m in iter_modules(p.__path__)]
+    names = [f"{passes.__name__}.{m.name}" for m in iter_modules(passes.__path__)]
     return {x for name in names for x in vars(import_module(name)).values() if isinstance(x, Operator)}
 
 
@@ -174,24 +160,25 @@ def test_cuda_graphs_leave_out_what_may_wait_for_the_gpu() -> None:
     waiting = {op._opname for op in made if torch.Tag.cudagraph_unsafe in op.tags}
     assert waiting == {
         *("linear_statistics", "linear_gradient", "linear_forward_gradient", "linear_gathered"),
-        *("linear_gathered_gradient", "support_linear_statistics", "support_linear_gradient"),
-        *("divergence_statistics", "divergence_gradient", "divergence_forward_gradient"),
+        *("linear_gathered_gradient", "divergence_statistics"),
+        *("divergence_gradient", "divergence_forward_gradient"),
     }
 
 
 def test_operators_take_tuples_by_order_or_by_name() -> None:
-    logits, targets = torch.randn(2, 3, 5), torch.randint(5, (6,))
-    by_order = rows.row_statistics(logits, targets, None, Transform(), 5, "torch", False)
-    by_name = rows.row_statistics(
-        logits, targets, mask=None, transform=Transform(), vocab=5, backend="torch", consume=False
+    x, targets = torch.randn(2, 3, 5), torch.randint(5, (6,))
+    by_order = logits.row_statistics(x, targets, None, Transform(), None, 5, "torch", False)
+    by_name = logits.row_statistics(
+        x, targets, mask=None, transform=Transform(), supports=None, vocab=5, backend="torch", consume=False
     )
-    assert isinstance(by_name, Statistics) and all(map(torch.equal, by_name, by_order))
-    with pytest.raises(
-        TypeError, match="takes logits, targets, mask, transform, vocab, backend, consume; got 3 in order"
-    ):
-        rows.row_statistics(logits, targets, None)  # type: ignore[call-arg]
+    assert isinstance(by_name, logits.RowStatistics) and all(map(torch.equal, by_name, by_order))
+    names = "logits, targets, mask, transform, supports, vocab, backend, consume"
+    with pytest.raises(TypeError, match=f"takes {names}; got 3 in order"):
+        logits.row_statistics(x, targets, None)  # type: ignore[call-arg]
     arguments = torch.ops.fastrl.row_statistics.default._schema.arguments
     fields = ["transform_temperature", "transform_temperatures", "transform_logit_scale", "transform_softcap"]
+    fields += [f"supports_support_{name}" for name in ("token_ids", "offsets", "valid")]
+    fields += ["supports_dense", "supports_wide_token_ids", "supports_wide_offsets", "supports_numbers"]
     assert [x.name for x in arguments] == ["logits", "targets", "mask", *fields, "vocab", "backend", "consume"]
 
 

@@ -1,1 +1,0 @@
-"""From hidden states and the output head, tile by tile: statistics, gradients and their torch.library operators."""

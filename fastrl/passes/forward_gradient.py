@@ -1,0 +1,261 @@
+"""The plans that form gradients in the forward, while a chunk's logits are in memory (3U in all).
+
+`forward_gradient` is the loop, for any function that turns a chunk's logits into their gradient.
+`linear_forward_gradient` is the torch.library operator for a row-local objective, which does that in one kernel. The
+gradients are outputs of the forward, which autograd saves; the backward returns their buffers, times the upstream
+scalar. `shards.forward_gradient` is the loop for a head that lies over a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.backend.choice import row_functions
+from fastrl.backend.contract import LossTerms, Statistics, Transform
+from fastrl.base import checks
+from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.passes.head import Head, HeadSums, Order, Workspace, active_first, empty, store_product
+from fastrl.passes.operator import Operator, hand_over
+from fastrl.planning.plans import Plan
+from fastrl.planning.tiling import Needs, Tile
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+#: Turns a chunk's logits (1, n, V) into their gradient: (logits, targets, transform, row indices, number of the chunk,
+#: where the gradient goes, which may be the logits) -> the rows' results.
+ChunkGradient = Callable[[Tensor, Tensor, Transform, Tensor | slice, int, Tensor], LossTerms]
+
+#: (statistics, row indices, number) of a chunk -> its rows' terms (len(TERMS), n), c (n,), and h (n,) or None
+Coefficients = Callable[[Statistics, Tensor | slice, int], tuple[Tensor, Tensor, Tensor | None]]
+
+
+class Chunk(NamedTuple):
+    """Rows [start, stop) of an order, computed at once; the first `active` of them are not idle."""
+
+    start: int
+    stop: int
+    active: int
+
+
+def row_chunks(count: int, active: int, size: int) -> list[Chunk]:
+    """Chunks of at most `size` rows of an order of `count` rows, of which the first `active` are not idle."""
+    starts = range(0, count, size)
+    return [Chunk(i, min(i + size, count), min(max(active - i, 0), size, count - i)) for i in starts]
+
+
+class GradientSums:
+    """Collects the gradients of the chunks: dH by rows, dW and db summed in float32."""
+
+    def __init__(self, head: Head, used: Order, needs: Needs, one_chunk: bool, all_rows: bool, backend: str) -> None:
+        device, shape, vocab = head.weight.device, head.weight.shape, head.entries
+        self.matrix, self.used = head.weight[:vocab], used
+        dtype = head.weight.dtype if one_chunk else torch.float32  # one product needs no sum
+        self.hidden: Tensor | None = None
+        if needs.hidden:
+            make = torch.empty if all_rows else torch.zeros  # of the other rows none is written
+            self.hidden = make(head.hidden.shape, dtype=head.hidden.dtype, device=device)
+        # With rows for the padding, so that no gradient is copied into a larger one.
+        self.weight = empty(tuple(shape), dtype, head.weight, backend) if needs.weight else None
+        self.bias = torch.zeros(shape[0], dtype=torch.float32, device=device) if needs.bias else None
+        weight = bias = None
+        if self.weight is not None:
+            weight = self.weight[:vocab]
+            if vocab < shape[0]:
+                self.weight[vocab:].zero_()
+        if self.bias is not None:
+            bias = self.bias[:vocab]
+        self.head = HeadSums(weight, bias, direct=one_chunk)
+
+    def add(self, positions: slice, hidden: Tensor, gradient: Tensor) -> None:
+        """Add rows at these positions of the order: hidden (n, H), dL/dlogits (n, V)."""
+        if self.hidden is not None:
+            store_product(self.hidden, self.used.rows(positions), gradient, self.matrix)
+        self.head.add(gradient, hidden)
+
+    def finish(self) -> Gradients:
+        """dL/d(hidden, weight, bias)."""
+        if self.head.weight is not None and self.head.first:
+            self.head.weight.zero_()
+        return self.hidden, self.weight, self.bias
+
+
+def forward_gradient(
+    head: Head,
+    targets: Tensor,
+    transform: Transform,
+    used: Order,
+    chunks: Sequence[Chunk],
+    chunk_gradient: ChunkGradient,
+    one_chunk: bool,
+    plan: Plan,
+    backend: str,
+) -> tuple[LossTerms, Gradients]:
+    """Row results and dL/d(hidden, weight, bias): each chunk's gradient overwrites its logits, unless they are wider.
+
+    Gradients of idle rows enter no product. dL/dweight is float32, but with `one_chunk`, which says that there is one
+    chunk at most, in the weight's dtype.
+    """
+    n, vocab = targets.shape[0], head.entries
+    sums = GradientSums(head, used, plan.call.needs, one_chunk, all_active(chunks, n), backend)
+    out = empty_terms(targets, used)
+    longest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
+    wide = plan.call.float32_logits
+    workspace = Workspace(
+        head.unpadded(), Tile(longest, vocab), used.index is not None, backend, False, wide, forms_gradient=True
+    )
+    for number, chunk in enumerate(chunks):
+        where = used.rows(slice(chunk.start, chunk.stop))
+        hidden = workspace.hidden(where)
+        logits = workspace.logits(hidden, slice(0, vocab))
+        gradient = workspace.gradient(logits)
+        of_rows = transform if transform.temperatures is None else transform.of(where)
+        terms = chunk_gradient(logits[None], targets[where], of_rows, where, number, gradient[None])
+        out.logprobs[where], out.entropy[where], out.terms[:, where] = terms
+        if chunk.active:
+            positions = slice(chunk.start, chunk.start + chunk.active)
+            sums.add(positions, hidden[: chunk.active], gradient[: chunk.active])
+    return out, sums.finish()
+
+
+def all_active(chunks: Sequence[Chunk], rows: int) -> bool:
+    """Whether the chunks have all rows, and none of them is idle."""
+    return sum([chunk.active for chunk in chunks]) == rows
+
+
+def empty_terms(targets: Tensor, used: Order) -> LossTerms:
+    """Memory for the results of the rows (N,); 0 for those that are not in the order."""
+    n, make = targets.shape[0], torch.empty if used.count == targets.shape[0] else torch.zeros
+    shapes = ((n,), (n,), (len(TERMS), n))
+    return LossTerms(*[make(shape, dtype=torch.float32, device=targets.device) for shape in shapes])
+
+
+def gradient_by_torch(coefficients: Coefficients, backend: str) -> ChunkGradient:
+    """Returns a ChunkGradient whose coefficients are computed between a chunk's statistics and its gradient."""
+
+    def chunk_gradient(
+        logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int, out: Tensor
+    ) -> LossTerms:
+        functions: Any = row_functions(backend, logits)
+        stats: Statistics = functions.row_statistics(logits, targets, None, transform)
+        terms, c, h = coefficients(stats, where, number)
+        functions.row_gradient(logits, targets, None, transform, stats, c, h, out)
+        return LossTerms(stats.logprobs, stats.entropy, terms)
+
+    return chunk_gradient
+
+
+def active_rows(inputs: RowInputs) -> Tensor:
+    """Rows (N,) bool that are not idle: the gradient of an idle row, with A = 0 or no policy weight, and no KL and no
+    entropy term, is 0 whatever its logits."""
+    active = torch.logical_and(inputs.advantages, inputs.policy_weights)
+    for weights in (inputs.kl_weights, inputs.entropy_weights):
+        if weights is not None:
+            active = torch.logical_or(active, weights)
+    return active
+
+
+def inputs_of(inputs: RowInputs, where: Tensor | slice) -> RowInputs:
+    """The inputs of these rows."""
+    if isinstance(where, slice) and where.stop - where.start == inputs.advantages.shape[0]:
+        return inputs
+    chosen = [x if x is None or x.dim() == 0 else x[where].contiguous() for x in inputs]
+    return RowInputs(*chosen)  # type: ignore[arg-type]
+
+
+class LinearLoss(NamedTuple):
+    """A loss from hidden states with its gradients; an empty tensor for each gradient that is not needed."""
+
+    loss: Tensor  # ()
+    logprobs: Tensor  # (N,)
+    entropy: Tensor  # (N,)
+    terms: Tensor  # (len(TERMS), N)
+    d_hidden: Tensor  # (N, H), in hidden's dtype
+    d_weight: Tensor  # (V, H) float32; with one chunk in weight's dtype
+    d_bias: Tensor  # (V,) float32
+
+
+@Operator
+def linear_forward_gradient(
+    head: Head,
+    targets: Tensor,  # (N,) int64
+    mask: Tensor | None,  # (N,) bool
+    transform: Transform,
+    inputs: RowInputs,
+    objective: RowObjective,
+    backend: str,
+    num_rows: int,
+    num_active: int,
+    plan: Plan,
+) -> LinearLoss:
+    """The loss, differentiable once. Not for float16, whose gradients need a scale that all coefficients decide.
+
+    num_rows, num_active: the numbers of valid rows and of `active_rows` among them, -1 if the host does not know.
+    """
+    checks.targets_in_range(targets, mask, head.entries)
+    used, chunks = row_local_chunks(targets, mask, inputs, num_rows, num_active, plan)
+
+    def by_kernel(
+        logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int, out: Tensor
+    ) -> LossTerms:
+        beside, part = None if out.dtype == logits.dtype else out, inputs_of(inputs, where)
+        functions: Any = row_functions(backend, logits)
+        terms: LossTerms = functions.row_forward_gradient(logits, targets, None, transform, objective, part, beside)
+        return terms
+
+    arguments = (head, targets, transform, used, chunks, by_kernel, plan.one_chunk, plan, backend)
+    results, gradients = forward_gradient(*arguments)
+    needed = [head.hidden.new_empty(0) if g is None else g for g in gradients]
+    return LinearLoss(results.terms[0].sum(), *results, *needed)
+
+
+def row_local_chunks(
+    targets: Tensor, mask: Tensor | None, inputs: RowInputs, num_rows: int, num_active: int, plan: Plan
+) -> tuple[Order, list[Chunk]]:
+    """The rows of a row-local objective, those that are not idle first, and their chunks."""
+    used, active = active_first(mask, active_rows(inputs), targets.shape[0], num_rows, num_active)
+    if plan.one_chunk or not used.count:
+        return used, row_chunks(used.count, active, max(used.count, 1))
+    return used, row_chunks(used.count, active, plan.tile("forward-gradient", used.count).rows)
+
+
+def fake_gradients(head: Head, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised gradients as the forward makes them; empty if not needed."""
+
+    def empty(needed: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return head.hidden.new_empty(shape, dtype=dtype) if needed else head.hidden.new_empty(0)
+
+    wide, needs = head.weight.dtype if plan.one_chunk else torch.float32, plan.call.needs
+    return (
+        empty(needs.hidden, head.hidden.shape, head.hidden.dtype),
+        empty(needs.weight, head.weight.shape, wide),
+        empty(needs.bias, head.weight.shape[:1], torch.float32),
+    )
+
+
+@linear_forward_gradient.register_fake
+def _(head: Head, targets: Tensor, plan: Plan, **_: Any) -> LinearLoss:
+    n = targets.shape[0]
+    results = (head.hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (n,), (n,), (len(TERMS), n)))
+    return LinearLoss(*results, *fake_gradients(head, plan))  # type: ignore[call-arg]
+
+
+def save_gradients(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Keeps the gradients of the head, which are the last three results."""
+    return {
+        "gradients": results[-3:],
+        "written": (),
+        "dtype": inputs["head"].weight.dtype,
+        "backend": inputs["backend"],
+    }
+
+
+def gradients_backward(ctx: Any, upstream: Tensor) -> Head:
+    """The backward of a forward that has formed the gradients of its head."""
+    return Head(*hand_over(ctx, upstream))  # type: ignore[arg-type]
+
+
+linear_forward_gradient.register_autograd(gradients_backward, save_gradients, differentiable=1)

@@ -1,0 +1,134 @@
+"""Statistics of a head with a low-rank addition: two products per tile, logits = hidden weight^T + down up^T + bias.
+
+The weight is neither copied nor changed, and needs no gradient for the addition's: the backward computes a tile again
+(recompute), and of its gradient also the narrow products for down and up.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.backend.contract import Transform
+from fastrl.passes.backward import Backward
+from fastrl.passes.head import Head, Workspace, add_inner, add_outer, pieces
+from fastrl.passes.linear import dense_statistics
+from fastrl.passes.logits import coefficients
+from fastrl.passes.operator import Once, saved
+from fastrl.passes.rows import Rows
+from fastrl.planning.plans import Plan
+from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs, Tile
+
+
+def piece_bytes(device: str) -> int:
+    """Bytes of a tile's rows that are copied to a wider dtype at once."""
+    return ELEMENTWISE_BYTES.get(device, PIECE_BYTES)
+
+
+class LowRank(NamedTuple):
+    """The addition to a head of vocabulary V, of any floating dtype: down (N, r), up (V, r)."""
+
+    down: Tensor
+    up: Tensor
+
+
+class _TwoProducts(Workspace):
+    """Memory for a tile of logits of both"""
+
+    def __init__(self, low_rank: LowRank, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.low_rank = low_rank
+        self.down: Tensor | None = None  # (n, r), of the last rows that `hidden` returned
+
+    def hidden(self, where: Tensor | slice) -> Tensor:
+        self.down = self.low_rank.down[where]
+        return super().hidden(where)
+
+    def logits(self, hidden: Tensor, columns: slice) -> Tensor:
+        assert self.down is not None
+        out = super().logits(hidden, columns)
+        return out.addmm_(self.down.to(out.dtype), self.low_rank.up[columns].to(out.dtype).t())
+
+
+class _Backward(Backward):
+    """The backward of the head, which sums the gradients of down and up from the same tiles."""
+
+    def __init__(self, low_rank: LowRank, *args: Any) -> None:
+        super().__init__(*args)
+        self.low_rank = low_rank
+        device, rank = low_rank.up.device, low_rank.up.shape[1]
+        # Rows by their position in the order.
+        self.sums = LowRank(
+            torch.zeros(self.order.count, rank, dtype=torch.float32, device=device),
+            torch.zeros(low_rank.up.shape, dtype=torch.float32, device=device),
+        )
+        self.part = slice(0, 0)
+
+    def _workspace(self, tile: Tile) -> Workspace:
+        gathers, wide = self.order.index is not None, self.plan.call.float32_logits
+        memory = (self.head, tile, gathers, self.backend, self.plan.mapped, wide)
+        return _TwoProducts(self.low_rank, *memory, forms_gradient=True)
+
+    def _rows(self, part: slice) -> Rows:
+        self.part = part
+        return super()._rows(part)
+
+    def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, workspace: Workspace) -> Tensor:
+        gradient = super()._gradient(hidden, rows, columns, workspace)
+        assert isinstance(workspace, _TwoProducts) and workspace.down is not None
+        # PEFT keeps adapters of a narrow head in float32, and so are their products here: rounded factors would leave
+        # errors in every entry, where those of the tile's gradient average out.
+        wide = torch.promote_types(gradient.dtype, self.low_rank.up.dtype)
+        up, down = self.low_rank.up[columns].to(wide), workspace.down.to(wide)
+        row_bytes = 0 if wide == gradient.dtype else 4 * gradient.shape[1]
+        for rows_of_tile in pieces(gradient.shape[0], row_bytes, piece_bytes(gradient.device.type)):
+            part = gradient[rows_of_tile].to(wide)
+            add_inner(self.sums.down[self.part][rows_of_tile], part, up, first=False)
+            add_outer(self.sums.up[columns], part, down[rows_of_tile], first=False)
+        return gradient
+
+    def low_rank_gradients(self) -> LowRank:
+        """dL/d(down, up) in their dtypes, after `run`."""
+        if self.undo is not None:
+            for total in self.sums:
+                total.mul_(self.undo)
+        down = torch.zeros_like(self.low_rank.down)
+        down[self.order.rows(slice(0, self.order.count))] = self.sums.down.to(down.dtype)
+        return LowRank(down, self.sums.up.to(self.low_rank.up.dtype))
+
+
+def low_rank_statistics(
+    head: Head,
+    low_rank: LowRank,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    backend: str,
+    num_rows: int,
+    plan: Plan,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies (N,) float32, 0 where masked; differentiable once in the head, down and up.
+
+    num_rows: the number of valid rows, or -1.
+    """
+
+    def run(*tensors: Any) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        own, addition = Head.of(tensors[:3]), LowRank(*tensors[3:])
+        make = partial(_TwoProducts, addition)
+        stats = dense_statistics(own, targets, mask, transform, backend, num_rows, plan, make=make)
+        kept = {"low_rank": addition, "of_call": (own, targets, mask, transform, stats), "of_run": (backend, -1, plan)}
+        return (stats.logprobs, stats.entropy), kept
+
+    logprobs, entropy = Once.apply(run, _backward, 2, *head[:3], *low_rank)
+    return logprobs, entropy
+
+
+def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    kept, ch = saved(ctx), coefficients(d_logprobs, d_entropy)
+    # The pass that forms dL/dhidden always runs: down comes from hidden, or is all that has a gradient.
+    needs = Needs(True, *ctx.needs[1:3])
+    backward = _Backward(kept["low_rank"], *kept["of_call"], ch["c"], ch["h"], needs, *kept["of_run"])
+    return *backward.run(), *backward.low_rank_gradients()

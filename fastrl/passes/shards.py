@@ -1,0 +1,460 @@
+"""Passes over a vocabulary that lies over the ranks of a `tp_group`.
+
+Each rank computes the statistics of its own vocabulary entries, the ranks gather these (4 float32 numbers per row), and
+each of them combines all in the same order: the results have the same bits on every rank. From the statistics of whole
+rows each forms its own part of the gradients. From hidden states, dL/dweight is a rank's own, and the parts of
+dL/dhidden are added up over the group, in float32, and rounded once (in 16 bits with supports, each part before that
+too).
+
+A torch.library operator could not take the group: these are autograd functions. They are differentiable once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.backend.choice import row_functions
+from fastrl.backend.contract import LossTerms, Statistics, Transform
+from fastrl.backend.torch.rows import row_terms
+from fastrl.base import checks
+from fastrl.distributed.groups import start_gather
+from fastrl.distributed.shards import VocabularyShard
+from fastrl.distributed.sums import add_parts, start_add_parts
+from fastrl.objectives.rows import RowInputs, RowObjective
+from fastrl.passes.combined import Combined
+from fastrl.passes.forward_gradient import (
+    Chunk,
+    Coefficients,
+    Gradients,
+    GradientSums,
+    all_active,
+    empty_terms,
+    inputs_of,
+)
+from fastrl.passes.head import (
+    Head,
+    Order,
+    Workspace,
+    add_inner,
+    empty_tile,
+    order,
+    slices,
+    slope_scale,
+    store_product,
+    store_rows,
+)
+from fastrl.passes.linear import gradient_of_slopes, gradients_of, no_statistics
+from fastrl.passes.linear import statistics_of as linear_statistics_of
+from fastrl.passes.logits import RowStatistics, coefficients, row_backward, statistics_of
+from fastrl.passes.operator import Once, saved
+from fastrl.passes.rows import rows_of
+from fastrl.passes.supports import Supports, elsewhere
+from fastrl.planning.plans import Plan
+from fastrl.planning.tiling import Needs, Tile, combined_rows
+
+#: In place of log_sum, which is at least 0: the rank raised an error.
+_FAILED = -1.0
+
+
+class RankFailed(RuntimeError):
+    """Another rank raised an error before it could compute its statistics."""
+
+
+def failure(targets: Tensor) -> Statistics:
+    """What a rank sends in place of its statistics (n,) after an error, because the others wait for them."""
+    nan = torch.full(targets.shape, torch.nan, dtype=torch.float32, device=targets.device)
+    return Statistics(nan, nan, nan, torch.full_like(nan, _FAILED))
+
+
+def start_gathered(
+    local: Statistics, targets: Tensor, shard: VocabularyShard, mask: Tensor | None = None
+) -> Callable[[], Statistics]:
+    """Starts `gathered`; the call of what it returns waits for the other ranks and gives the statistics."""
+    if targets.shape[0] == 0:
+        return lambda: Statistics(*(x.clone() for x in local))
+    finish = start_gather(torch.stack(local), shard.group)
+
+    def combined() -> Statistics:
+        parts = finish()  # (ranks, 4, n)
+        if checks.values_are_checked(targets):
+            for rank in (parts[:, 3, 0] == _FAILED).nonzero()[:, 0].tolist():
+                raise RankFailed(f"rank {rank} of tp_group raised an error while it computed its part")
+        starts, ends = shard.bounds(targets.device)
+        out = torch.empty_like(parts[0])
+        step = combined_rows(shard.group.size(), targets.device.type)
+        for rows in slices(targets.shape[0], step):
+            ids = targets[rows]
+            whole = Combined(ids)
+            whole.add(Statistics(*parts[..., rows].unbind(1)), (ids >= starts) & (ids < ends))
+            out[:, rows] = torch.stack(whole.finish())
+        if mask is not None:
+            out.masked_fill_(~mask, 0.0)
+        return Statistics(*(x.clone() for x in out))
+
+    return combined
+
+
+def gathered(
+    compute: Callable[[], Statistics], targets: Tensor, shard: VocabularyShard, mask: Tensor | None = None
+) -> Statistics:
+    """The statistics of whole rows, from those of every rank's columns: one collective, the same bits on every rank.
+
+    An error in `compute` reaches all ranks: as one where values may be read, else as NaN in all statistics.
+
+    Args:
+        compute: gives those of this rank's columns, each (n,) float32; a maximum of -inf means that the row has none.
+        targets: (n,) int64 ids in the whole vocabulary; one outside it has a NaN log-probability.
+        shard: of this rank.
+        mask: (n,) bool; the statistics of other rows are 0. None means that all rows count.
+    """
+    try:
+        local = compute()
+    except Exception:
+        if targets.shape[0]:
+            start_gather(torch.stack(failure(targets)), shard.group)()
+        raise
+    return start_gathered(local, targets, shard, mask)()
+
+
+# --- from logits ------------------------------------------------------------------------------------------------------
+
+
+def sharded_row_statistics(
+    logits: Tensor,  # (A, B, V_r)
+    targets: Tensor,  # (N,) int64 ids in the whole vocabulary
+    mask: Tensor | None,  # (N,) bool
+    transform: Transform,
+    supports: Supports | None,  # this rank's entries
+    lacking: Tensor | None,  # (N,) bool: valid rows whose target is not in their support
+    backend: str,
+    consume: bool,
+    shard: VocabularyShard,
+) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probabilities and entropies (N,) of whole rows, the same bits on every rank.
+
+    The forward makes one collective, the backward none. Columns beyond the shard's size are padding. With `consume` the
+    backward writes the gradient over the logits.
+    """
+    own, columns = targets - shard.start, logits[..., : shard.size]
+    values = targets.new_empty(0, dtype=torch.float32)
+
+    def local() -> Statistics:
+        nonlocal values
+        if not columns.numel():
+            return no_statistics(targets)
+        stats, values = statistics_of(columns, own, mask, transform, supports, backend)
+        if supports is not None:
+            none = supports.support.valid & (supports.support.offsets.diff() == 0)
+            stats.maximum.masked_fill_(none, -torch.inf)
+        return stats
+
+    def run(logits: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        stats = gathered(local, targets, shard, mask)
+        if lacking is not None:
+            stats.logprobs.masked_fill_(lacking, torch.nan)
+        kept = {"logits": logits, "targets": own, "mask": mask, "transform": transform, "supports": supports}
+        run = {"vocab": shard.size, "statistics": RowStatistics(*stats, values), "backend": backend}
+        return (stats.logprobs, stats.entropy), {**kept, **run, "consume": consume}
+
+    logprobs, entropy = Once.apply(run, row_backward, 2, logits)
+    return logprobs, entropy
+
+
+# --- from hidden states: statistics -----------------------------------------------------------------------------------
+
+
+def sharded_statistics(
+    head: Head,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    supports: Supports | None,  # this rank's entries
+    lacking: Tensor | None,  # (N,) bool: valid rows whose target is not in their support
+    backend: str,
+    num_rows: int,
+    waits: bool,
+    plan: Plan,
+    shard: VocabularyShard,
+) -> Statistics:
+    """`linear_statistics` of a vocabulary that lies over a group.
+
+    head: this rank's rows; those beyond the shard are padding. targets (N,) and mask (N,) are the same on every
+    rank. Log-probabilities and entropies are differentiable. Collectives: one in the forward, one in the backward
+    (two-pass in 16 bits: one per chunk of rows). A frozen head's slopes: one per chunk of rows and one for each slope
+    in the forward, none in the backward.
+    """
+    own, values = targets - shard.start, targets.new_empty(0, dtype=torch.float32)
+
+    def run(*tensors: Tensor | None) -> tuple[Statistics, dict[str, Any]]:
+        padded = Head.of(tensors, shard.size)
+        unpadded = padded.unpadded()
+
+        def local() -> Statistics:
+            nonlocal values
+            stats, values = linear_statistics_of(unpadded, own, mask, transform, supports, backend, num_rows, plan)
+            if supports is None:
+                return stats
+            return stats._replace(maximum=stats.maximum.masked_fill(elsewhere(supports), -torch.inf))
+
+        if supports is None:
+            checks.targets_in_range(targets, mask, shard.total)
+        if plan.name == "frozen-head":
+            stats, slopes = _frozen_head(unpadded, targets, mask, transform, backend, num_rows, plan, shard)
+            return stats, {"slopes": slopes, "transform": transform}
+        stats = gathered(local, targets, shard, mask)
+        if lacking is not None:
+            stats.logprobs.masked_fill_(lacking, torch.nan)
+        kept = {"head": padded, "targets": own, "mask": mask, "transform": transform, "supports": supports}
+        kept |= {"statistics": stats, "values": values, "backend": backend, "plan": plan, "shard": shard}
+        return stats, {**kept, "num_rows": -1 if waits else num_rows}
+
+    return Statistics(*Once.apply(run, _statistics_backward, 2, *head[:3]))
+
+
+def _statistics_backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    kept = saved(ctx)
+    if "slopes" in kept:
+        return gradient_of_slopes(**kept, c=d_logprobs, h=d_entropy), None, None
+    kept |= coefficients(d_logprobs, d_entropy)
+    return gradients_of(**kept, needs=Needs(*ctx.needs))
+
+
+def _start_statistics(
+    logits: Tensor, targets: Tensor, transform: Transform, backend: str, shard: VocabularyShard
+) -> Callable[[], Statistics]:
+    """Starts to form the statistics of rows from this rank's logits (1, n, v) and those of the others.
+
+    Targets (n,) are those of the whole vocabulary. The call of what it returns waits for the other ranks.
+    """
+    if not logits.shape[-1]:
+        return start_gathered(no_statistics(targets), targets, shard)
+    local = row_functions(backend, logits).row_statistics(logits, targets - shard.start, None, transform)
+    return start_gathered(local, targets, shard)
+
+
+def _write_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    transform: Transform,
+    statistics: Statistics,
+    c: Tensor,
+    h: Tensor | None,
+    backend: str,
+    shard: VocabularyShard,
+    out: Tensor,
+) -> None:
+    """`row_gradient` of this rank's logits (1, n, v), from the statistics of whole rows."""
+    if logits.shape[-1]:
+        row_functions(backend, logits).row_gradient(
+            logits, targets - shard.start, None, transform, statistics, c, h, out
+        )
+
+
+def _frozen_head(
+    head: Head,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: Transform,
+    backend: str,
+    num_rows: int,
+    plan: Plan,
+    shard: VocabularyShard,
+) -> tuple[Statistics, list[Tensor]]:
+    """Row statistics and d logp / d hidden (N, H), with two slopes also d entropy / d hidden.
+
+    The slopes are in hidden's dtype, times `slope_scale`.
+    """
+    used, count = order(mask, targets.shape[0], num_rows), plan.call.slopes
+    out = Statistics(*torch.zeros(4, targets.shape[0], dtype=torch.float32, device=targets.device).unbind())
+    slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(count)]
+    if used.count == 0:
+        return Statistics(*(x.clone() for x in out)), slopes
+    tile, wide, vocab = plan.tile("frozen", used.count), plan.call.float32_logits, head.weight.shape[0]
+    workspace = Workspace(head, tile, used.index is not None, backend, float32_logits=wide, forms_gradient=True)
+    second = empty_tile(tile.rows, vocab, head.weight, backend) if count == 2 and not wide else None
+    narrow = head.hidden.dtype != torch.float32
+    shape = (used.count, head.hidden.shape[1])
+    parts = [torch.empty(shape, dtype=torch.float32, device=targets.device) for _ in slopes if shard.reduces and narrow]
+    rows = rows_of(used, targets, transform)
+    for places in slices(used.count, tile.rows):
+        where, part = used.rows(places), rows.part(places)
+        logits = workspace.logits(workspace.hidden(where), slice(0, vocab))
+        stats = _start_statistics(logits[None], part.targets, part.transform, backend, shard)()
+        for total, x in zip(out, stats, strict=True):
+            total[where] = x
+        scale = slope_scale(head.hidden.dtype, part.transform)
+        one = scale if isinstance(scale, Tensor) else torch.full_like(stats.logprobs, scale)
+        for slope in reversed(range(count)):  # the first slope last, because it may overwrite the logits
+            gradient = workspace.gradient(logits) if slope == 0 or second is None else second[: logits.shape[0]]
+            c, h = (one, None) if slope == 0 else (torch.zeros_like(one), one)
+            _write_gradient(logits[None], part.targets, part.transform, stats, c, h, backend, shard, gradient[None])
+            if parts:
+                add_inner(parts[slope][places], gradient, head.weight, first=True)
+            else:
+                store_product(slopes[slope], where, gradient, head.weight)
+    for slope, total in enumerate(parts or (slopes if shard.reduces else [])):
+        add_parts(total, shard.group)
+        if parts:
+            store_rows(slopes[slope], used.rows(slice(0, used.count)), total, None)
+    return Statistics(*(x.clone() for x in out)), slopes
+
+
+# --- from hidden states: a loss and its gradients ---------------------------------------------------------------------
+
+
+class _ShardedSums(GradientSums):
+    """`GradientSums` of a shard, whose dH is a part of a sum over the group, if the shard says so.
+
+    Then it is float32, by position in the order, and the ranks add up their parts while the last chunk's dW is
+    computed.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        used: Order,
+        needs: Needs,
+        one_chunk: bool,
+        all_rows: bool,
+        backend: str,
+        shard: VocabularyShard,
+    ) -> None:
+        super().__init__(head, used, needs, one_chunk, all_rows, backend)
+        self.group = shard.group if shard.reduces and needs.hidden else None
+        self.parts: Tensor | None = None
+        self.wait: Callable[[], None] | None = None
+        if self.group is not None and head.hidden.dtype != torch.float32:
+            make, shape = torch.empty if all_rows else torch.zeros, (used.count, head.hidden.shape[1])
+            self.parts = make(shape, dtype=torch.float32, device=head.hidden.device)
+
+    def add_chunk(self, positions: slice, hidden: Tensor, gradient: Tensor, last: bool) -> None:
+        """Add rows at these positions of the order: hidden (n, H), dL/dlogits (n, V)."""
+        if self.parts is not None:
+            add_inner(self.parts[positions], gradient, self.matrix, first=True)
+        elif self.hidden is not None:
+            store_product(self.hidden, self.used.rows(positions), gradient, self.matrix)
+        if last:
+            self._start_sum()
+        self.head.add(gradient, hidden)
+
+    def _start_sum(self) -> None:
+        if self.group is not None and self.wait is None:
+            total = self.hidden if self.parts is None else self.parts
+            assert total is not None
+            self.wait = start_add_parts(total, self.group)
+
+    def fail(self) -> None:
+        """Make the sum of dH over the group with NaN for this rank's part, unless it has been started."""
+        if self.wait is None:
+            for total in (self.parts, self.hidden):
+                if total is not None:
+                    total.fill_(torch.nan)
+            self._start_sum()
+        if self.wait is not None:
+            self.wait()
+
+    def finish(self) -> Gradients:
+        """dL/d(hidden, weight, bias)."""
+        gradients = super().finish()
+        self._start_sum()
+        if self.wait is not None:
+            self.wait()
+        if self.parts is not None and self.hidden is not None:
+            store_rows(self.hidden, self.used.rows(slice(0, self.used.count)), self.parts, None)
+        return gradients
+
+
+def forward_gradient(
+    head: Head,
+    targets: Tensor,
+    transform: Transform,
+    used: Order,
+    chunks: Sequence[Chunk],
+    chunk_coefficients: Coefficients,
+    one_chunk: bool,
+    plan: Plan,
+    backend: str,
+    shard: VocabularyShard,
+) -> tuple[LossTerms, Gradients]:
+    """`forward_gradient.forward_gradient` of a head that lies over a group.
+
+    A chunk's statistics travel between the ranks while the product of the next is computed.
+    """
+    needs, everything = plan.call.needs, all_active(chunks, targets.shape[0]) and head.entries > 0
+    sums = _ShardedSums(head, used, needs, one_chunk, everything, backend, shard)
+    out, whole = empty_terms(targets, used), slice(0, head.entries)
+    longest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
+    tile, wide = Tile(longest, head.entries), plan.call.float32_logits
+    workspaces = [
+        Workspace(head.unpadded(), tile, used.index is not None, backend, False, wide, forms_gradient=True)
+        for _ in range(min(max(len(chunks), 1), 2))
+    ]
+    last = max([number for number, chunk in enumerate(chunks) if chunk.active], default=-1)
+    begun: list[tuple[int, Tensor, Tensor, Callable[[], Statistics]]] = []
+
+    def end() -> None:
+        """Forms the gradient of the chunk that was begun first."""
+        number, hidden, logits, statistics = begun.pop(0)
+        chunk = chunks[number]
+        where = used.rows(slice(chunk.start, chunk.stop))
+        stats, gradient = statistics(), workspaces[number % len(workspaces)].gradient(logits)
+        terms, c, h = chunk_coefficients(stats, where, number)
+        of_rows = (targets[where], transform.of(where), stats, c, h)
+        _write_gradient(logits[None], *of_rows, backend, shard, gradient[None])
+        out.logprobs[where], out.entropy[where], out.terms[:, where] = stats.logprobs, stats.entropy, terms
+        if chunk.active:
+            positions = slice(chunk.start, chunk.start + chunk.active)
+            sums.add_chunk(positions, hidden[: chunk.active], gradient[: chunk.active], number == last)
+
+    started = 0
+    try:
+        for number, chunk in enumerate(chunks):
+            where, workspace = used.rows(slice(chunk.start, chunk.stop)), workspaces[number % len(workspaces)]
+            hidden = workspace.hidden(where)
+            logits = workspace.logits(hidden, whole)
+            statistics = _start_statistics(logits[None], targets[where], transform.of(where), backend, shard)
+            started += 1
+            begun.append((number, hidden, logits, statistics))
+            if len(begun) == len(workspaces):
+                end()
+        while begun:
+            end()
+        return out, sums.finish()
+    except RankFailed:
+        raise
+    except Exception:
+        _release(targets, used, chunks[started:], len(workspaces), sums, shard)
+        raise
+
+
+def _release(
+    targets: Tensor, used: Order, chunks: Sequence[Chunk], ahead: int, sums: _ShardedSums, shard: VocabularyShard
+) -> None:
+    """After an error, makes the collectives that the other ranks wait for: those of `chunks`, and the sum of dH.
+
+    Where values may be read, the others stop at the first chunk whose statistics are a failure; by then they are
+    `ahead` by so many chunks.
+    """
+    seen = checks.values_are_checked(targets)
+    for chunk in chunks[:ahead] if seen else chunks:
+        ids = targets[used.rows(slice(chunk.start, chunk.stop))]
+        start_gather(torch.stack(failure(ids)), shard.group)()
+    if not (seen and chunks):
+        sums.fail()
+
+
+def row_local_coefficients(objective: RowObjective, inputs: RowInputs) -> Coefficients:
+    """The coefficients of a row-local objective, formed from the statistics of whole rows."""
+
+    def chunk_coefficients(
+        stats: Statistics, where: Tensor | slice, number: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        part = inputs_of(inputs, where)
+        terms, c, h = row_terms(stats.logprobs, stats.entropy, None, objective, part)
+        return terms, c, None if part.entropy_weights is None else h
+
+    return chunk_coefficients
