@@ -17,6 +17,7 @@ from vocabulary import assert_as_good_as_torch
 
 import fastrl
 from fastrl.backend.torch import backend as torch_backend
+from fastrl.passes import forward_gradient
 from fastrl.passes import head as products
 from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
@@ -308,13 +309,14 @@ def test_one_chunk_gives_the_weights_gradient_one_rounding(
     """No worse than the product of the whole bfloat16 gradient of the logits, and with no float32 buffer beside it."""
     if backend == "triton" and backend_device == "cpu":
         pytest.skip(INTERPRETED)
-    shapes: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     empty = products.empty
-    monkeypatch.setattr(
-        products, "empty", lambda shape, dtype, *rest: [shapes.append(dtype), empty(shape, dtype, *rest)][1]
-    )
+    for module in (products, forward_gradient):
+        monkeypatch.setattr(
+            module, "empty", lambda shape, dtype, *rest: [dtypes.append(dtype), empty(shape, dtype, *rest)][1]
+        )
     check(off_policy(backend_device, torch.bfloat16, seed=8), torch.bfloat16, objective, plan, frozen=False)
-    assert torch.float32 not in shapes
+    assert torch.bfloat16 in dtypes and torch.float32 not in dtypes
 
 
 def test_a_frozen_head_reads_its_logits_once_per_slope(monkeypatch: pytest.MonkeyPatch) -> None:
