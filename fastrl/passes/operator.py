@@ -159,7 +159,7 @@ class Operator(Generic[P, R]):
         on_arguments.__signature__ = signature  # type: ignore[attr-defined]
         self._operator = torch.library.custom_op(
             f"fastrl::{self.__name__}",
-            on_arguments,
+            lambda *arguments: _apart(on_arguments(*arguments)),
             mutates_args=(),
             schema=torch.library.infer_schema(on_arguments, mutates_args=()),
             # What works within a budget may ask the GPU for the number of its rows.
@@ -239,6 +239,14 @@ class Operator(Generic[P, R]):
 
 
 _NOTHING = nullcontext()
+
+
+def _apart(results: Tensor | Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
+    """An operator's results, which may not share memory in a graph: copies where a backend filled one tensor."""
+    if isinstance(results, Tensor):
+        return results
+    places = [x.untyped_storage().data_ptr() for x in results]
+    return tuple(x.clone() if places.count(place) > 1 else x for x, place in zip(results, places, strict=True))
 
 
 def is_traced(value: Any) -> bool:
