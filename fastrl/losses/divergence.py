@@ -12,7 +12,7 @@ from fastrl.backend.contract import Divergence
 from fastrl.base import checks
 from fastrl.losses.request import TensorParallel, checked_transform, head_arguments, linear_request, planned
 from fastrl.objectives.row_local import TOKEN
-from fastrl.passes.head import Head, counted
+from fastrl.passes.head import Head, Run, counted
 from fastrl.passes.pairs import divergence_forward_gradient, divergence_statistics, weighted_sum
 from fastrl.planning import plans
 from fastrl.planning.tiling import Teacher
@@ -144,12 +144,12 @@ def linear_divergence(
     sizes = Teacher(teacher.hidden.shape[1], teacher.hidden.element_size(), teacher_wide)
     request, plan = planned(request, TOKEN, rows=rows, teacher=sizes)
     arguments = (head, teacher, valid, request.transform, teacher_transform, divergence)
+    run = Run(forced(), request.num_rows, plan)
     with plans.run(plan):
         if plan.name == "forward-gradient":
-            run = (c, forced(), request.num_rows, active, plan)
-            loss, per_row, *_ = divergence_forward_gradient(*arguments, *run)
+            loss, per_row, *_ = divergence_forward_gradient(*arguments, c, run, active)
         else:
-            stats = divergence_statistics(*arguments, forced(), request.num_rows, request.waits, plan)
+            stats = divergence_statistics(*arguments, run, request.waits)
             loss, per_row = weighted_sum(stats.divergence, c), stats.divergence
     return DivergenceLoss(loss, per_row.detach().view(like.shape))
 

@@ -24,8 +24,9 @@ from fastrl.losses.supports import split_support, unit_strides
 from fastrl.objectives.row_local import ANY
 from fastrl.passes.entries import NOT_IN_SET, NOTHING, support_places
 from fastrl.passes.gathered import gathered_rows, linear_gathered, sharded_gathered, sharded_gathered_rows
+from fastrl.passes.head import Run
 from fastrl.passes.logits import as_rows
-from fastrl.passes.supports import of_shard
+from fastrl.passes.supports import RowOptions, of_shard
 from fastrl.planning import plans
 from fastrl.sampling_mask.csr import INT32_MAX
 from fastrl.sampling_mask.mask import SamplingMask
@@ -192,11 +193,11 @@ def gathered_logprobs(
     valid, transform = requested.valid(arguments.mask), arguments.transform
     entries = within_set(requested.entries, mask, sampling_mask, vocab)
     supports = split_support(sampling_mask, arguments.targets, valid, vocab)
+    options = RowOptions(valid, transform, supports)
     if shard is None:
-        results = gathered_rows(rows, entries, valid, transform, supports, vocab, forced(), consume)
-        return requested.result(results.logprobs)
-    own = None if supports is None else of_shard(supports, shard)
-    return requested.result(sharded_gathered_rows(rows, entries, valid, transform, own, forced(), consume, shard))
+        return requested.result(gathered_rows(rows, entries, options, vocab, forced(), consume).logprobs)
+    options = options._replace(supports=None if supports is None else of_shard(supports, shard))
+    return requested.result(sharded_gathered_rows(rows, entries, options, forced(), consume, shard))
 
 
 def linear_gathered_logprobs(
@@ -265,9 +266,10 @@ def linear_gathered_logprobs(
     request, plan = planned(request, ANY, gathered=requested.entries.token_ids.shape[0])
     entries = within_set(requested.entries, mask, request.sampling_mask, request.vocab)
     (head, _, valid, transform, *_), supports, shard = request, request.supports, request.shard
-    run = (forced(), request.num_rows, plan)
+    run = Run(forced(), request.num_rows, plan)
     with plans.run(plan):
+        of_rows = RowOptions(valid, transform, supports)
         if shard is None:
-            return requested.result(linear_gathered(head, entries, valid, transform, supports, *run).logprobs)
-        own = None if supports is None else of_shard(supports, shard)
-        return requested.result(sharded_gathered(head, entries, valid, transform, own, *run, shard))
+            return requested.result(linear_gathered(head, entries, of_rows, run).logprobs)
+        of_rows = of_rows._replace(supports=None if supports is None else of_shard(supports, shard))
+        return requested.result(sharded_gathered(head, entries, of_rows, run, shard))

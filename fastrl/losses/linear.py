@@ -31,7 +31,7 @@ from fastrl.passes.forward_gradient import (
     row_chunks,
     row_local_chunks,
 )
-from fastrl.passes.head import Head, Order, counted, order
+from fastrl.passes.head import Head, Order, Run, counted, order
 from fastrl.passes.linear import support_linear_loss
 from fastrl.passes.operator import attach_gradients
 from fastrl.planning import plans
@@ -142,8 +142,8 @@ def _forward_gradient(problem: Problem, request: Request, plan: Plan, asked: _Ro
     of_rows = row_objective(problem.objective, problem.batch, problem.weights) if asked is None else asked.of_rows
     (spec, inputs, clamped, marks), active = of_rows, -1 if asked is None else asked.active
     if request.shard is None:
-        run = (inputs, spec, forced(), request.num_rows, active, plan)
-        loss, *terms, _, _, _ = linear_forward_gradient(head, targets, mask, transform, *run)
+        run = Run(forced(), request.num_rows, plan)
+        loss, *terms, _, _, _ = linear_forward_gradient(head, targets, mask, transform, inputs, spec, run, active)
         return from_terms(problem, LossTerms(*terms), loss, clamped=clamped, marks=marks)
     checks.targets_in_range(targets, mask, request.shard.total)
     used, chunks = row_local_chunks(targets, mask, inputs, request.num_rows, active, plan)

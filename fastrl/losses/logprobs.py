@@ -26,7 +26,7 @@ from fastrl.losses.supports import split_support
 from fastrl.objectives.row_local import ANY
 from fastrl.passes.logits import as_rows, row_statistics
 from fastrl.passes.shards import sharded_row_statistics
-from fastrl.passes.supports import Supports, check_targets, of_shard, outside
+from fastrl.passes.supports import RowOptions, Supports, check_targets, of_shard, outside
 from fastrl.planning import plans
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -134,16 +134,17 @@ def logits_stats(
     `vocab` is the size of the whole vocabulary, of which `supports` are; columns beyond it are padding. Targets are
     checked for it, so that all ranks raise or none.
     """
+    options = RowOptions(arguments.mask, arguments.transform, supports)
     if shard is None:
-        stats = row_statistics(rows, *arguments, supports, vocab, backend, consume)
+        stats = row_statistics(rows, arguments.targets, options, vocab, backend, consume)
         return stats.logprobs, stats.entropy
     targets, lacking = arguments.targets, None
     if supports is None:
         checks.targets_in_range(targets, arguments.mask, shard.total)
     else:
         check_targets(targets, supports, shard.total)
-        lacking, supports = outside(targets, supports), of_shard(supports, shard)
-    return sharded_row_statistics(rows, *arguments, supports, lacking, backend, consume, shard)
+        lacking, options = outside(targets, supports), options._replace(supports=of_shard(supports, shard))
+    return sharded_row_statistics(rows, targets, options, lacking, backend, consume, shard)
 
 
 def linear_token_logprobs(

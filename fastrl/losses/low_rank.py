@@ -10,7 +10,9 @@ from fastrl.base import checks
 from fastrl.losses.logprobs import TokenStats
 from fastrl.losses.request import linear_request, planned
 from fastrl.objectives.row_local import ANY
+from fastrl.passes.head import Run
 from fastrl.passes.low_rank import LowRank, low_rank_statistics, piece_bytes
+from fastrl.passes.supports import RowOptions
 from fastrl.planning import plans
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.planning.tiling import Needs
@@ -63,7 +65,7 @@ def low_rank_token_logprobs(
         raise BudgetTooSmall(f"{error}, for the adapters' rank of {rank} too", error.least) from None
     head, flat, valid, transform, *_ = request
     checks.targets_in_range(flat, valid, request.vocab)
-    low_rank, run = LowRank(down.reshape(-1, rank), up), (forced(), planned_request.num_rows, plan)
+    low_rank, run = LowRank(down.reshape(-1, rank), up), Run(forced(), planned_request.num_rows, plan)
     with plans.run(plan):
-        logprobs, entropy = low_rank_statistics(head, low_rank, flat, valid, transform, *run)
+        logprobs, entropy = low_rank_statistics(head, low_rank, flat, RowOptions(valid, transform), run)
     return TokenStats(logprobs.view(targets.shape), checks.nan_where_wrong(entropy.view(targets.shape), mask))

@@ -17,10 +17,10 @@ from fastrl.distributed.groups import checked_group, reporting
 from fastrl.distributed.shards import VocabularyShard, checked_options
 from fastrl.losses.supports import checked_mask, gathers, split, unit_strides, widest_support
 from fastrl.objectives.row_local import ANY, RESPONSE
-from fastrl.passes.head import Head
+from fastrl.passes.head import Head, Run
 from fastrl.passes.linear import linear_statistics
 from fastrl.passes.shards import sharded_statistics
-from fastrl.passes.supports import Supports, check_targets, of_shard, outside
+from fastrl.passes.supports import RowOptions, Supports, check_targets, of_shard, outside
 from fastrl.planning import plans
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import Plan
@@ -364,8 +364,8 @@ def planned(
     if (recorded := request.sampling_mask) is not None:
         sizes = (vocab, device.type, head.weight.element_size())
         widest = widest_support(*sizes)
-        supports = split(recorded, request.targets, mask, widest, True, lambda n, ids: gathers(n, ids, *sizes))
-        entries, rows = recorded.token_ids.shape[0], supports.num_dense
+        supports, rows = split(recorded, request.targets, mask, widest, True, lambda n, ids: gathers(n, ids, *sizes))
+        entries = recorded.token_ids.shape[0]
         scope, slopes, longest = ANY if scope == ANY else RESPONSE, 1, 0  # an objective runs in torch, in any scope
     elif rows < 0:
         rows = _counted_rows(request)
@@ -401,11 +401,12 @@ def statistics(request: Request, plan: Plan, all_statistics: bool = False) -> St
     The others may be empty unless `all_statistics`.
     """
     head, targets, mask, transform, *_ = request
-    supports, shard, run = request.supports, request.shard, (forced(), request.num_rows, request.waits, plan)
+    supports, shard, run = request.supports, request.shard, Run(forced(), request.num_rows, plan)
+    options = RowOptions(mask, transform, supports)
     if shard is None:
-        return Statistics(*linear_statistics(head, targets, mask, transform, supports, *run, all_statistics)[:4])
+        return Statistics(*linear_statistics(head, targets, options, run, request.waits, all_statistics)[:4])
     lacking = None
     if supports is not None:
         check_targets(targets, supports, shard.total)
-        lacking, supports = outside(targets, supports), of_shard(supports, shard)
-    return sharded_statistics(head, targets, mask, transform, supports, lacking, *run, shard)
+        lacking, options = outside(targets, supports), options._replace(supports=of_shard(supports, shard))
+    return sharded_statistics(head, targets, options, lacking, run, request.waits, shard)

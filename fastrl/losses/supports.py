@@ -60,16 +60,16 @@ def split(
     widest: int,
     asks: bool,
     gathers_wide: Callable[[int, int], bool],
-) -> Supports:
-    """Splits the rows. A support of more than `widest` ids is wide, and dense unless `gathers_wide(rows, ids)`.
+) -> tuple[Supports, int]:
+    """Splits the rows; also returns the number of dense rows, -1 if the host does not know it.
 
-    `asks`: whether the host may synchronise for the number of dense rows. If there may be wide rows, it synchronises
-    for their number anyway.
+    A support of more than `widest` ids is wide, and dense unless `gathers_wide(rows, ids)`. `asks`: whether the host
+    may synchronise for the number of dense rows. If there may be wide rows, it synchronises for their number anyway.
     """
     ids, offsets = recorded.token_ids, recorded.offsets
     valid = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
     if not recorded.unrecorded and recorded.longest <= widest:
-        return Supports(Support(ids, offsets, valid))
+        return Supports(Support(ids, offsets, valid)), 0
     lengths = recorded.lengths
     has_support = (lengths > 0) & valid
     is_wide = None
@@ -85,10 +85,10 @@ def split(
             num_dense = int(dense.sum())
             dense = dense if num_dense else None
     if is_wide is None:
-        return Supports(Support(ids, offsets, has_support), dense, None, num_dense)
+        return Supports(Support(ids, offsets, has_support), dense), num_dense
     narrow = ~is_wide[entry_rows(offsets, ids.shape[0])]
     support = Support(ids[narrow], offsets_of(lengths.where(~is_wide, 0)), has_support & ~is_wide)
-    return Supports(support, dense, Entries(ids, offsets), num_dense)
+    return Supports(support, dense, Entries(ids, offsets)), num_dense
 
 
 def split_support(sampling_mask: object, targets: Tensor, mask: Tensor | None, vocab: int) -> Supports | None:
@@ -97,7 +97,7 @@ def split_support(sampling_mask: object, targets: Tensor, mask: Tensor | None, v
     if recorded is None:
         return None
     widest = max(int(vocab * _WIDEST_FROM_LOGITS), 64)
-    return split(recorded, targets, mask, widest, False, lambda rows, ids: False)
+    return split(recorded, targets, mask, widest, False, lambda rows, ids: False)[0]
 
 
 def unit_strides(head: Head) -> tuple[Head, int]:

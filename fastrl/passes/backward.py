@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import row_functions
-from fastrl.backend.contract import Entries, Statistics, Transform
+from fastrl.backend.contract import Statistics
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import add_parts
 from fastrl.passes.head import (
     Head,
     HeadSums,
     Order,
+    Run,
     Workspace,
-    add_inner,
+    add_product,
     empty,
     float16_scale,
     order,
@@ -31,7 +32,7 @@ from fastrl.passes.head import (
     store_rows,
 )
 from fastrl.passes.rows import Rows, rows_of
-from fastrl.planning.plans import Plan
+from fastrl.passes.supports import RowOptions
 from fastrl.planning.tiling import Needs, Tile
 
 #: The plan that forms dL/dhidden and dL/dweight in separate passes, so that the float32 sums of neither are held whole.
@@ -58,22 +59,24 @@ def order_of_active(
 class Passes(ABC):
     """The passes that sum dL/dlogits over the tiles of a head; a subclass says what a tile's gradient is.
 
-    order: the rows that have a gradient. undo: the factor that undoes the scale of the gradient, if it has one. shard:
-    of the vocabulary, if the head is one; then dL/dhidden is summed over its group if it says so.
+    order: the rows that have a gradient. rows: what row functions read for them. undo: the factor that undoes the scale
+    of the gradient, if it has one. shard: of the vocabulary, if the head is one; then dL/dhidden is summed over its
+    group if it says so.
     """
 
     def __init__(
         self,
         head: Head,
         order: Order,
+        rows: Any,
         needs: Needs,
-        backend: str,
-        plan: Plan,
+        run: Run,
         undo: Tensor | None = None,
         shard: VocabularyShard | None = None,
     ) -> None:
         self.padded, self.head = head, head.unpadded()
-        self.order, self.needs, self.backend, self.plan, self.undo = order, needs, backend, plan, undo
+        self.order, self.rows, self.needs, self.undo = order, rows, needs, undo
+        self.backend, _, self.plan = run
         self.group = shard.group if shard is not None and shard.reduces else None
         # dL/dhidden is then a part of a sum, which needs a wider dtype than that of the factors.
         self.partial = self.group is not None and head.hidden.dtype != torch.float32
@@ -81,10 +84,6 @@ class Passes(ABC):
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self._due: list[int] = []  # the rows of each sum over the group that is still to come
-
-    @abstractmethod
-    def _rows(self, part: slice) -> Any:
-        """What `_gradient` needs for these positions of the order."""
 
     @abstractmethod
     def _gradient(self, hidden: Tensor, rows: Any, columns: slice, workspace: Workspace) -> Tensor:
@@ -152,14 +151,14 @@ class Passes(ABC):
         return self.plan.tile(kind, self.order.count, self.needs)
 
     def _workspace(self, tile: Tile) -> Workspace:
-        gathers, wide = self.order.index is not None, self.plan.call.float32_logits
-        return Workspace(self.head, tile, gathers, self.backend, self.plan.mapped, wide, forms_gradient=True)
+        memory = (self.head, tile, self.order.index is not None, self.backend, self.plan.mapped)
+        return Workspace(*memory, self.plan.call.float32_logits, forms_gradient=True)
 
     def _chunks(self, workspace: Workspace, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Any]]:
         """Yield (positions in the order, row indices, hidden states (n, H), inputs of row functions)."""
         for part in slices(self.order.count, size):
             where = self.order.rows(part)
-            yield part, where, workspace.hidden(where), self._rows(part)
+            yield part, where, workspace.hidden(where), self.rows.part(part)
 
     def _hidden_pass(self, tile: Tile) -> None:
         """dL/dhidden, one chunk of rows after another, summed over slices of the vocabulary."""
@@ -176,7 +175,7 @@ class Passes(ABC):
                 if total is None:
                     store_product(self.hidden, where, gradient, self.head.weight, self.undo)
                 else:
-                    add_inner(total, gradient, self.head.weight[columns], first=columns.start == 0)
+                    add_product(total, gradient, self.head.weight[columns], first=columns.start == 0)
             if total is not None:
                 if self.partial:
                     self._add(total)
@@ -225,9 +224,9 @@ class Passes(ABC):
         assert self.hidden is not None
         weight, first = self.head.weight[columns], columns.start == 0
         if total is not None:
-            add_inner(total[part], gradient, weight, first)
+            add_product(total[part], gradient, weight, first)
         elif isinstance(where, slice):
-            add_inner(self.hidden[where], gradient, weight, first)
+            add_product(self.hidden[where], gradient, weight, first)
         else:  # inactive rows were set to 0; no row occurs twice, so no two additions collide
             self.hidden.index_add_(0, where, torch.mm(gradient, weight))
 
@@ -240,41 +239,33 @@ class Passes(ABC):
 
 
 class Backward(Passes):
-    """Computes the gradients of one call, pass by pass, from c and h (N,) or None.
+    """Computes the gradients of the rows that take the dense kernels, pass by pass, from c and h (N,) or None.
 
-    num_rows: the number of rows in the mask, or -1 if the host does not know it. shard: of the vocabulary, if the head
-    is one; then targets count from its first entry, and dL/dhidden is summed over its group if it says so. wide: the
-    supports of the rows that have one.
+    shard: of the vocabulary, if the head is one; then targets count from its first entry, and dL/dhidden is summed over
+    its group if it says so.
     """
 
     def __init__(
         self,
         head: Head,
         targets: Tensor,
-        mask: Tensor | None,
-        transform: Transform,
+        options: RowOptions,
         stats: Statistics,
         c: Tensor,
         h: Tensor | None,
         needs: Needs,
-        backend: str,
-        num_rows: int,
-        plan: Plan,
-        wide: Entries | None = None,
+        run: Run,
         shard: VocabularyShard | None = None,
     ) -> None:
-        active, undo = order_of_active(mask, c, num_rows, h, stats.logprobs), None
-        rows = rows_of(active, targets, transform, stats, c, h, wide)
+        mask, wide = options.dense
+        active, undo = order_of_active(mask, c, run.num_rows, h, stats.logprobs), None
+        rows = rows_of(active, targets, options.transform, stats, c, h, wide)
         if head.hidden.dtype == torch.float16 and active.count:
             c, h = active.of(c), None if h is None else active.of(h)
             bounds = c.abs() if h is None else c.abs() + h.abs() * (1 + active.of(stats.entropy))
             scale = float16_scale(bounds, rows.transform)
             rows, undo = rows._replace(c=c * scale, h=None if h is None else h * scale), 1 / scale
-        super().__init__(head, active, needs, backend, plan, undo, shard)
-        self.rows = rows
-
-    def _rows(self, part: slice) -> Rows:
-        return self.rows.part(part)
+        super().__init__(head, active, rows, needs, run, undo, shard)
 
     def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, workspace: Workspace) -> Tensor:
         return row_gradient_of(workspace, hidden, rows, columns, self.backend)

@@ -18,7 +18,7 @@ from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.base import checks
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
-from fastrl.passes.head import Head, HeadSums, Order, Workspace, active_first, empty, store_product
+from fastrl.passes.head import Head, HeadGradients, HeadSums, Order, Run, Workspace, active_first, empty, store_product
 from fastrl.passes.operator import Operator, hand_over
 from fastrl.planning.plans import Plan
 from fastrl.planning.tiling import Needs, Tile
@@ -186,15 +186,14 @@ def linear_forward_gradient(
     transform: Transform,
     inputs: RowInputs,
     objective: RowObjective,
-    backend: str,
-    num_rows: int,
+    run: Run,
     num_active: int,
-    plan: Plan,
 ) -> LinearLoss:
     """The loss, differentiable once. Not for float16, whose gradients need a scale that all coefficients decide.
 
-    num_rows, num_active: the numbers of valid rows and of `active_rows` among them, -1 if the host does not know.
+    num_active: the number of `active_rows` among the valid ones, -1 if the host does not know.
     """
+    backend, num_rows, plan = run
     checks.targets_in_range(targets, mask, head.entries)
     used, chunks = row_local_chunks(targets, mask, inputs, num_rows, num_active, plan)
 
@@ -208,8 +207,7 @@ def linear_forward_gradient(
 
     arguments = (head, targets, transform, used, chunks, by_kernel, plan.one_chunk, plan, backend)
     results, gradients = forward_gradient(*arguments)
-    needed = [head.hidden.new_empty(0) if g is None else g for g in gradients]
-    return LinearLoss(results.terms[0].sum(), *results, *needed)
+    return LinearLoss(results.terms[0].sum(), *results, *HeadGradients.of(gradients, head.hidden))
 
 
 def row_local_chunks(
@@ -237,20 +235,16 @@ def fake_gradients(head: Head, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @linear_forward_gradient.register_fake
-def _(head: Head, targets: Tensor, plan: Plan, **_: Any) -> LinearLoss:
+def _(head: Head, targets: Tensor, run: Run, **_: Any) -> LinearLoss:
     n = targets.shape[0]
     results = (head.hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (n,), (n,), (len(TERMS), n)))
-    return LinearLoss(*results, *fake_gradients(head, plan))  # type: ignore[call-arg]
+    return LinearLoss(*results, *fake_gradients(head, run.plan))  # type: ignore[call-arg]
 
 
 def save_gradients(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    """Keeps the gradients of the head, which are the last three results."""
-    return {
-        "gradients": results[-3:],
-        "written": (),
-        "dtype": inputs["head"].weight.dtype,
-        "backend": inputs["backend"],
-    }
+    """Saves the gradients of the head, which are the last three results."""
+    dtype, backend = inputs["head"].weight.dtype, inputs["run"].backend
+    return {"gradients": results[-3:], "written": (), "dtype": dtype, "backend": backend}
 
 
 def gradients_backward(ctx: Any, upstream: Tensor) -> Head:

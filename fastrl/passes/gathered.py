@@ -32,12 +32,11 @@ from fastrl.passes.entries import (
     support_places,
     wide_dtype,
 )
-from fastrl.passes.head import Head, Workspace, float16_scale, pieces, slope_scale
+from fastrl.passes.head import Head, HeadGradients, Run, Workspace, float16_scale, pieces, slope_scale
 from fastrl.passes.linear import (
-    HeadGradients,
+    FrozenHead,
     dense_statistics,
     fake_gradients,
-    frozen_head,
     head_backward,
     no_statistics,
     over_group,
@@ -46,9 +45,8 @@ from fastrl.passes.linear import (
 from fastrl.passes.logits import RowStatistics, like_logits, logits_backward, statistics_of, write_gradient
 from fastrl.passes.operator import Once, Operator, saved
 from fastrl.passes.rows import Rows, rows_of
-from fastrl.passes.shards import failure, start_gathered
-from fastrl.passes.supports import Supports, elsewhere, together
-from fastrl.planning.plans import Plan
+from fastrl.passes.shards import failure, start_gathered, without_elsewhere
+from fastrl.passes.supports import RowOptions, Supports, together
 from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs
 
 # --- from logits ------------------------------------------------------------------------------------------------------
@@ -65,29 +63,19 @@ class GatheredRows(NamedTuple):
 
 
 def _row_statistics(
-    logits: Tensor,
-    entries: Entries,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,
-    backend: str,
-    first: int,
-    values: Tensor,
-    best: Best,
-) -> tuple[Statistics, Tensor]:
-    """The statistics (N,) of logits (A, B, V), whose targets are the best entries, and the logits of the supports."""
+    logits: Tensor, entries: Entries, options: RowOptions, backend: str, first: int, values: Tensor, best: Best
+) -> RowStatistics:
+    """The statistics (N,) of logits (A, B, V), whose targets are the best entries."""
     rows = torch.arange(best.ids.shape[0], device=logits.device)
     targets = row_functions(backend, logits).gather_entries(logits, first, rows, entries, values, best)
-    return statistics_of(logits, targets, mask, transform, supports, backend)
+    return statistics_of(logits, targets, options, backend)
 
 
 @Operator
 def gathered_rows(
     logits: Tensor,  # (A, B, V)
     entries: Entries,
-    mask: Tensor | None,  # (N,) bool
-    transform: Transform,
-    supports: Supports | None,
+    options: RowOptions,
     vocab: int,
     backend: str,
     consume: bool,
@@ -96,22 +84,26 @@ def gathered_rows(
 
     `vocab` and `consume` are those of `row_statistics`.
     """
-    check_entries(entries, mask, vocab)
+    check_entries(entries, options.mask, vocab)
     consumed.refuse(logits)
     if not entries.token_ids.shape[0]:
-        return _empty_rows(logits, entries, supports)
+        return _empty_rows(logits, entries, options)
     values = torch.zeros(entries.token_ids.shape, dtype=wide_dtype(logits), device=logits.device)
-    best, columns = no_best(entries.offsets.shape[0] - 1, logits), logits[..., :vocab]
-    arguments = (entries, mask, transform, supports, backend, 0, values, best)
-    stats, support_values = _row_statistics(columns, *arguments)
-    logprobs = entry_logprobs(values, entries, mask, best, stats.logprobs, transform, vocab)
+    best = no_best(entries.offsets.shape[0] - 1, logits)
+    stats = _row_statistics(logits[..., :vocab], entries, options, backend, 0, values, best)
+    logprobs = entry_logprobs(values, entries, options.mask, best, stats.logprobs, options.transform, vocab)
     # The results of an operator may not share memory, but a backend may fill one (4, N) tensor.
-    return GatheredRows(logprobs, values, stats.maximum.clone(), stats.log_sum.clone(), support_values)
+    return GatheredRows(logprobs, values, stats.maximum.clone(), stats.log_sum.clone(), stats.values)
 
 
-def _empty_rows(logits: Tensor, entries: Entries, supports: Supports | None, **_: Any) -> GatheredRows:
+def _recorded(supports: Supports | None) -> int:
+    """The number of the supports' entries."""
+    return 0 if supports is None else supports.support.token_ids.shape[0]
+
+
+def _empty_rows(logits: Tensor, entries: Entries, options: RowOptions, **_: Any) -> GatheredRows:
     """Uninitialised results."""
-    rows, recorded = entries.offsets.shape[0] - 1, 0 if supports is None else supports.support.token_ids.shape[0]
+    rows, recorded = entries.offsets.shape[0] - 1, _recorded(options.supports)
     nnz = entries.token_ids.shape[0]
     return GatheredRows(*(logits.new_empty(n, dtype=wide_dtype(logits)) for n in (nnz, nnz, rows, rows, recorded)))
 
@@ -122,9 +114,7 @@ gathered_rows.register_fake(_empty_rows)
 def _write_rows_gradient(
     logits: Tensor,
     entries: Entries,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,
+    options: RowOptions,
     vocab: int,
     backend: str,
     results: GatheredRows,
@@ -133,25 +123,23 @@ def _write_rows_gradient(
     first: int = 0,
 ) -> None:
     """Writes dL/dlogits, 0 in the padding, to `out` (A, B, V), which may be the logits themselves."""
-    used = vocab if entries.token_ids.shape[0] else 0
-    if not used or not out.numel():
+    if not vocab or not entries.token_ids.shape[0] or not out.numel():
         out.zero_()
         return
     logprobs, values, maximum, log_sum, support_values = results
-    found = entry_gradients(upstream, logprobs, values, entries, mask, transform)
-    stats, rows = found.statistics(maximum, log_sum), torch.arange(maximum.shape[0], device=out.device)
-    arguments = (RowStatistics(*stats, support_values), found.totals, None, backend, out)
-    write_gradient(logits, torch.full_like(rows, -1), mask, transform, supports, used, *arguments)
-    row_functions(backend, logits).scatter_entries(found.entries, first, rows, entries, out[..., :used])
+    gradients = entry_gradients(upstream, logprobs, values, entries, options.mask, options.transform)
+    stats = RowStatistics(*gradients.statistics(maximum, log_sum), support_values)
+    rows = torch.arange(maximum.shape[0], device=out.device)
+    none = torch.full_like(rows, -1)
+    write_gradient(logits, none, options, vocab, stats, gradients.totals, None, backend, out)
+    row_functions(backend, logits).scatter_entries(gradients.entries, first, rows, entries, out[..., :vocab])
 
 
 @Operator
 def gathered_rows_gradient(
     logits: Tensor,
     entries: Entries,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,
+    options: RowOptions,
     vocab: int,
     backend: str,
     results: GatheredRows,
@@ -159,7 +147,7 @@ def gathered_rows_gradient(
 ) -> Tensor:
     """dL/dlogits (A, B, V), contiguous."""
     out = like_logits(logits)
-    _write_rows_gradient(logits, entries, mask, transform, supports, vocab, backend, results, upstream, out)
+    _write_rows_gradient(logits, entries, options, vocab, backend, results, upstream, out)
     return out
 
 
@@ -195,79 +183,53 @@ class Gathered(NamedTuple):
 
 
 def _statistics(
-    head: Head,
-    entries: Entries,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,
-    backend: str,
-    num_rows: int,
-    plan: Plan,
-    values: Tensor,
-    best: Best,
-    first: int = 0,
-) -> tuple[Statistics, Best, Tensor]:
-    """The statistics (N,) with the best entries as targets, these entries, and the logits of the supports.
+    head: Head, entries: Entries, options: RowOptions, run: Run, values: Tensor, best: Best, first: int = 0
+) -> tuple[RowStatistics, Best]:
+    """The statistics (N,) with the best entries as targets, and these entries.
 
     values: (nnz,) zeros, for the entries' logits. first: the head's first entry, of a part of the vocabulary.
     """
-    stats, of_entries = None, EntryValues(entries, values, best, first)
+    dense, supports = None, options.supports
     if supports is None or supports.dense is not None:
-        dense, wide = (mask, None) if supports is None else (supports.dense, supports.wide)
-        arguments = (transform, backend, num_rows, plan, wide, of_entries)
-        stats = dense_statistics(head, best.ids, dense, *arguments)
-    if supports is None:
-        assert stats is not None
-        return stats, best, values.new_empty(0)
-    support = supports.support
-    functions: Any = row_functions(backend, head.hidden)
-    support_values: Tensor = functions.support_products(*head[:3], support)
-    places = support_places(entries, first, support)
+        dense = dense_statistics(head, best.ids, options, run, EntryValues(entries, values, best, first))
+        if supports is None:
+            return RowStatistics(*dense, values.new_empty(0)), best
+    assert supports is not None
+    functions: Any = row_functions(run.backend, head.hidden)
+    support_values: Tensor = functions.support_products(*head[:3], supports.support)
+    places = support_places(entries, first, supports.support)
     there = places >= 0
     if support_values.shape[0]:
         values.copy_(support_values[places.clamp_min(0)].where(there, values))
     of_support = best_of(values, entries, there)
-    found = of_support.ids >= 0
-    best = Best(of_support.ids.where(found, best.ids), of_support.values.where(found, best.values))
-    of_gathered = functions.support_statistics(support_values, best.ids - first, support, transform)
-    return together(stats, of_gathered), best, support_values
+    has_best = of_support.ids >= 0
+    best = Best(of_support.ids.where(has_best, best.ids), of_support.values.where(has_best, best.values))
+    gathered = functions.support_statistics(support_values, best.ids - first, supports.support, options.transform)
+    return RowStatistics(*together(dense, gathered), support_values), best
 
 
 @Operator
-def linear_gathered(
-    head: Head,
-    entries: Entries,
-    mask: Tensor | None,  # (N,) bool
-    transform: Transform,
-    supports: Supports | None,
-    backend: str,
-    num_rows: int,
-    plan: Plan,
-) -> Gathered:
-    """Log-probabilities of the entries, of which those outside a recorded support are marked `NOT_IN_SET`.
-
-    num_rows: the number of rows that take the dense kernels, or -1.
-    """
+def linear_gathered(head: Head, entries: Entries, options: RowOptions, run: Run) -> Gathered:
+    """Log-probabilities of the entries, of which those outside a recorded support are marked `NOT_IN_SET`."""
     head = head.unpadded()
-    vocab, count = head.entries, entries.offsets.shape[0] - 1
+    vocab, mask, transform = head.entries, options.mask, options.transform
     check_entries(entries, mask, vocab)
     values = torch.zeros(entries.token_ids.shape, dtype=torch.float32, device=head.hidden.device)
-    best, slope = no_best(count, values), values.new_empty(0)
-    if plan.name == "frozen-head":
-        run: Any = (backend, num_rows, plan, False, EntryValues(entries, values, best))
-        stats, (slope,) = frozen_head(head, best.ids, mask, transform, *run)
-        support_values = values.new_empty(0)
+    best, slope = no_best(entries.offsets.shape[0] - 1, values), values.new_empty(0)
+    if run.plan.name == "frozen-head":
+        of_entries = EntryValues(entries, values, best)
+        dense, (slope,) = FrozenHead(head, best.ids, options, run, False, of_entries).run()
+        stats = RowStatistics(*dense, values.new_empty(0))
     else:
-        run = (supports, backend, num_rows, plan, values, best)
-        stats, best, support_values = _statistics(head, entries, mask, transform, *run)
+        stats, best = _statistics(head, entries, options, run, values, best)
     logprobs = entry_logprobs(values, entries, mask, best, stats.logprobs, transform, vocab)
-    return Gathered(logprobs, values, best.ids, stats.maximum, stats.log_sum, support_values, slope)
+    return Gathered(logprobs, values, best.ids, *stats[2:], slope)
 
 
 @linear_gathered.register_fake
-def _(head: Head, entries: Entries, supports: Supports | None, plan: Plan, **_: Any) -> Gathered:
-    count, frozen = entries.offsets.shape[0] - 1, plan.name == "frozen-head"
-    rows, recorded = 0 if frozen else count, 0 if supports is None else supports.support.token_ids.shape[0]
+def _(head: Head, entries: Entries, options: RowOptions, run: Run) -> Gathered:
+    count, frozen = entries.offsets.shape[0] - 1, run.plan.name == "frozen-head"
+    rows, recorded = 0 if frozen else count, _recorded(options.supports)
     logprobs, values, maximum, log_sum, support_values = (
         head.hidden.new_empty(n, dtype=torch.float32) for n in (*entries.token_ids.shape * 2, rows, rows, recorded)
     )
@@ -277,37 +239,30 @@ def _(head: Head, entries: Entries, supports: Supports | None, plan: Plan, **_: 
 
 
 class _Backward(Passes):
-    """The gradients of the rows of a mask, from those of their entries."""
+    """The gradients of the rows that take the dense kernels, from those of their entries."""
 
     def __init__(
         self,
         head: Head,
         entries: Entries,
-        mask: Tensor | None,
-        transform: Transform,
+        options: RowOptions,
         stats: Statistics,
-        found: EntryGradients,
+        gradients: EntryGradients,
         needs: Needs,
-        backend: str,
-        plan: Plan,
-        wide: Entries | None,
-        first: int,
+        run: Run,
         shard: VocabularyShard | None,
     ) -> None:
-        active = order_of_active(mask, found.totals, -1, found.largest, found.flags)
-        gradient, undo, c = found.entries, None, found.totals
+        mask, wide = options.dense
+        active = order_of_active(mask, gradients.totals, -1, gradients.largest, gradients.flags)
+        gradient, undo, c, transform = gradients.entries, None, gradients.totals, options.transform
         if head.hidden.dtype == torch.float16 and active.count:
-            bounds = torch.maximum(active.of(c).abs(), active.of(found.largest))
-            of_rows = transform if active.index is None else transform.of(active.index)
-            scale = float16_scale(bounds, of_rows)
+            bounds = torch.maximum(active.of(c).abs(), active.of(gradients.largest))
+            scale = float16_scale(bounds, transform if active.index is None else transform.of(active.index))
             c, gradient, undo = c * scale, gradient * scale, 1 / scale
-        super().__init__(head, active, needs, backend, plan, undo, shard)
         none = torch.full_like(c, -1, dtype=torch.int64)
-        of_entries = EntryValues(entries, gradient, no_best(0, c), first)
-        self.rows = rows_of(active, none, transform, stats, c, None, wide, of_entries)
-
-    def _rows(self, part: slice) -> Rows:
-        return self.rows.part(part)
+        of_entries = EntryValues(entries, gradient, no_best(0, c), 0 if shard is None else shard.start)
+        rows = rows_of(active, none, transform, stats, c, None, wide, of_entries)
+        super().__init__(head, active, rows, needs, run, undo, shard)
 
     def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, workspace: Workspace) -> Tensor:
         gradient = row_gradient_of(workspace, hidden, rows, columns, self.backend)
@@ -319,54 +274,46 @@ class _Backward(Passes):
 def _gradients(
     head: Head,
     entries: Entries,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,
-    backend: str,
-    plan: Plan,
+    options: RowOptions,
+    run: Run,
     results: Gathered,
     upstream: Tensor,
     needs: Needs,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor | None, ...]:
     """dL/d(hidden, weight, bias)."""
-    found = entry_gradients(upstream, results.logprobs, results.values, entries, mask, transform)
-    stats, first = found.statistics(results.maximum, results.log_sum), 0 if shard is None else shard.start
-    given = (transform, stats, found, needs, backend, plan)
+    _, transform, supports = options
+    gradients = entry_gradients(upstream, results.logprobs, results.values, entries, options.mask, transform)
+    stats = gradients.statistics(results.maximum, results.log_sum)
     if supports is None:
-        return _Backward(head, entries, mask, *given, None, first, shard).run()
-    support, dense, wide, _ = supports
-    of_dense = None
-    if dense is not None:
+        return _Backward(head, entries, options, stats, gradients, needs, run, shard).run()
+    dense = None
+    if supports.dense is not None:
         alone = None if shard is None else replace(shard, reduces=False)  # entries are added before the sum
-        of_dense = _Backward(head, entries, dense, *given, wide, first, alone).run()
+        dense = _Backward(head, entries, options, stats, gradients, needs, run, alone).run()
     gradient = torch.empty(results.support_values.shape[0] + 1, dtype=torch.float32, device=upstream.device)
-    of_support, none = gradient[:-1], torch.full_like(results.best_ids, -1)
-    arguments = (none, support, transform, stats, found.totals, None, of_support)
-    row_functions(backend, upstream).support_gradient(results.support_values, *arguments)
-    gradient[support_places(entries, first, support)] = found.entries  # -1 is the last, which nothing reads
-    return over_group(support_products(head, support, of_support, needs, backend, of_dense), shard)
+    of_support, none, support = gradient[:-1], torch.full_like(results.best_ids, -1), supports.support
+    arguments = (none, support, transform, stats, gradients.totals, None, of_support)
+    row_functions(run.backend, upstream).support_gradient(results.support_values, *arguments)
+    places = support_places(entries, 0 if shard is None else shard.start, support)
+    gradient[places] = gradients.entries  # -1 is the last, which nothing reads
+    return over_group(support_products(head, support, of_support, needs, run.backend, dense), shard)
 
 
 def _frozen_gradient(
-    head: Head,
-    entries: Entries,
-    mask: Tensor | None,
-    transform: Transform,
-    backend: str,
-    results: Gathered,
-    upstream: Tensor,
+    head: Head, entries: Entries, options: RowOptions, backend: str, results: Gathered, upstream: Tensor
 ) -> Tensor:
     """dL/dhidden: that of the best entry's log-probability, times U, and products with the entries for the rest."""
-    given = (upstream, results.logprobs, results.values, entries, mask, transform)
-    found = entry_gradients(*given, slopes_best=results.best_ids)
+    mask, transform, _ = options
+    arguments = (upstream, results.logprobs, results.values, entries, mask, transform)
+    gradients = entry_gradients(*arguments, slopes_best=results.best_ids)
     hidden, weight, *_ = head.unpadded()
     functions = row_functions(backend, upstream)
     out: Tensor = functions.blank(tuple(hidden.shape), hidden.dtype, hidden)
     valid = torch.ones_like(results.best_ids, dtype=torch.bool) if mask is None else mask
     ids = entries.token_ids.clamp(0, weight.shape[0] - 1)  # elsewhere the gradient is 0, or the row is NaN
-    functions.support_hidden(found.entries, weight, Support(ids, entries.offsets, valid), out, False)
-    factor = found.totals + found.flags
+    functions.support_hidden(gradients.entries, weight, Support(ids, entries.offsets, valid), out, False)
+    factor = gradients.totals + gradients.flags
     if hidden.dtype == torch.float16:
         factor /= slope_scale(hidden.dtype, transform)
     piece_bytes = ELEMENTWISE_BYTES.get(out.device.type, PIECE_BYTES)
@@ -377,32 +324,22 @@ def _frozen_gradient(
 
 @Operator
 def linear_gathered_gradient(
-    head: Head,
-    entries: Entries,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,
-    backend: str,
-    plan: Plan,
-    results: Gathered,
-    upstream: Tensor,
-    needs: Needs,
+    head: Head, entries: Entries, options: RowOptions, run: Run, results: Gathered, upstream: Tensor, needs: Needs
 ) -> HeadGradients:
     """The backward of `linear_gathered`."""
-    if plan.name == "frozen-head":
-        hidden = _frozen_gradient(head, entries, mask, transform, backend, results, upstream)
-        return HeadGradients.of((hidden, None, None), head.hidden)
-    arguments = (backend, plan, results, upstream, needs)
-    return HeadGradients.of(_gradients(head, entries, mask, transform, supports, *arguments), head.hidden)
+    gradients: tuple[Tensor | None, ...]
+    if run.plan.name == "frozen-head":
+        gradients = (_frozen_gradient(head, entries, options, run.backend, results, upstream), None, None)
+    else:
+        gradients = _gradients(head, entries, options, run, results, upstream, needs)
+    return HeadGradients.of(gradients, head.hidden)
 
 
 linear_gathered_gradient.register_fake(fake_gradients)
 
 
 def _save_linear(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    kept = {**inputs, "results": Gathered(*results)}
-    del kept["num_rows"]  # the backward counts the rows with a gradient itself
-    return kept
+    return {**inputs, "results": Gathered(*results)}
 
 
 def _backward(ctx: Any, upstream: Tensor) -> Head:
@@ -416,39 +353,48 @@ linear_gathered.register_autograd(_backward, _save_linear, differentiable=1)
 
 
 def _over_group(
-    compute: Callable[[], tuple[Tensor, Statistics]], entries: Entries, mask: Tensor | None, shard: VocabularyShard
-) -> tuple[Tensor, Best, Statistics]:
-    """The logits of all entries, each row's best one, and the statistics of whole rows whose target it is.
+    compute: Callable[[Tensor], RowStatistics],
+    entries: Entries,
+    mask: Tensor | None,
+    transform: Transform,
+    shard: VocabularyShard,
+) -> Gathered:
+    """The log-probabilities of all entries, and the statistics of whole rows whose target is their best one.
 
     Two collectives: the sum of the logits, of which each is on one rank and 0 on the others, so that the sum is exact;
     and the statistics, as `shards.gathered`. An error in `compute` reaches all ranks.
 
     Args:
-        compute: gives the logits (nnz,) of the entries that this rank holds, 0 for the others, and the statistics (N,)
-            of its part of the vocabulary, with its own best entries as targets.
-        entries: of the whole vocabulary, at least one.
+        compute: writes the logits (nnz,) of the entries that this rank holds into zeros, and returns the statistics
+            (N,) of its part of the vocabulary, with its own best entries as targets.
+        entries: of the whole vocabulary.
         mask: (N,) bool; the statistics of other rows are 0.
+        transform: of the rows' logits.
         shard: of this rank.
     """
     targets = torch.zeros(entries.offsets.shape[0] - 1, dtype=torch.int64, device=entries.offsets.device)
+    values = torch.zeros(entries.token_ids.shape, dtype=torch.float32, device=targets.device)
+    none = values.new_empty(0)
+    if not values.shape[0]:
+        zeros = torch.zeros(targets.shape, device=targets.device)
+        return Gathered(values, values, targets, zeros, zeros, none, none)
     try:
-        values, local = compute()
+        local = compute(values)
     except Exception:
-        nan = torch.full(entries.token_ids.shape, torch.nan, dtype=torch.float32, device=targets.device)
-        add_parts(nan, shard.group)
+        add_parts(values.fill_(torch.nan), shard.group)
         start_gather(torch.stack(failure(targets)), shard.group)()
         raise
     add_parts(values, shard.group)
     best = best_of(values, entries, (entries.token_ids >= 0) & (entries.token_ids < shard.total))
-    return values, best, start_gathered(local, best.ids, shard, mask)()
+    stats = start_gathered(Statistics(*local[:4]), best.ids, shard, mask)()
+    logprobs = entry_logprobs(values, entries, mask, best, stats.logprobs, transform, shard.total)
+    return Gathered(logprobs, values, best.ids, stats.maximum, stats.log_sum, local.values, none)
 
 
 def sharded_gathered_rows(
     logits: Tensor,  # (A, B, V_r)
     entries: Entries,  # ids in the whole vocabulary
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,  # this rank's entries
+    options: RowOptions,  # with the supports' entries of this rank
     backend: str,
     consume: bool,
     shard: VocabularyShard,
@@ -457,40 +403,28 @@ def sharded_gathered_rows(
 
     Two collectives in the forward, none in the backward.
     """
-    check_entries(entries, mask, shard.total)
-    columns, count = logits[..., : shard.size], entries.offsets.shape[0] - 1
-    zeros = torch.zeros(entries.token_ids.shape, dtype=torch.float32, device=logits.device)
-    support_values = zeros.new_empty(0)
+    check_entries(entries, options.mask, shard.total)
+    columns, best = logits[..., : shard.size], no_best(entries.offsets.shape[0] - 1, logits)
 
-    def local() -> tuple[Tensor, Statistics]:
-        nonlocal support_values
-        best = no_best(count, logits)
+    def local(values: Tensor) -> RowStatistics:
         if not columns.numel():
-            return zeros, no_statistics(best.ids)
-        arguments = (entries, mask, transform, supports, backend, shard.start, zeros, best)
-        stats, support_values = _row_statistics(columns, *arguments)
-        if supports is not None:
-            none = supports.support.valid & (supports.support.offsets.diff() == 0)
-            stats.maximum.masked_fill_(none, -torch.inf)
-        return zeros, stats
+            return RowStatistics(*no_statistics(best.ids), values.new_empty(0))
+        stats = _row_statistics(columns, entries, options, backend, shard.start, values, best)
+        return without_elsewhere(stats, options)
 
-    def run(logits: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
-        results = _empty_rows(logits, entries, None)
-        if entries.token_ids.shape[0]:
-            values, best, stats = _over_group(local, entries, mask, shard)
-            logprobs = entry_logprobs(values, entries, mask, best, stats.logprobs, transform, shard.total)
-            results = GatheredRows(logprobs, values, stats.maximum, stats.log_sum, support_values)
-        kept = {"logits": logits, "entries": entries, "mask": mask, "transform": transform, "supports": supports}
-        kept |= {"vocab": shard.size, "first": shard.start, "backend": backend, "consume": consume}
-        return (results.logprobs,), {**kept, "results": results}
+    def forward(logits: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
+        logprobs, values, _, *stats, _ = _over_group(local, entries, options.mask, options.transform, shard)
+        to_save = {"logits": logits, "entries": entries, "options": options, "vocab": shard.size}
+        to_save |= {"first": shard.start, "backend": backend, "consume": consume}
+        return (logprobs,), {**to_save, "results": GatheredRows(logprobs, values, *stats)}
 
-    (logprobs,) = Once.apply(run, _sharded_rows_backward, 1, logits)
+    (logprobs,) = Once.apply(forward, _sharded_rows_backward, 1, logits)
     return cast(Tensor, logprobs)
 
 
-def _sharded_rows_gradient(logits: Tensor, **given: Any) -> Tensor:
+def _sharded_rows_gradient(logits: Tensor, **inputs: Any) -> Tensor:
     out = like_logits(logits)
-    _write_rows_gradient(logits, out=out, **given)
+    _write_rows_gradient(logits, out=out, **inputs)
     return out
 
 
@@ -500,46 +434,29 @@ _sharded_rows_backward = logits_backward(_sharded_rows_gradient, _write_rows_gra
 def sharded_gathered(
     head: Head,
     entries: Entries,  # ids in the whole vocabulary
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,  # this rank's entries
-    backend: str,
-    num_rows: int,
-    plan: Plan,
+    options: RowOptions,  # with the supports' entries of this rank
+    run: Run,
     shard: VocabularyShard,
 ) -> Tensor:
     """`linear_gathered` of a vocabulary that lies over a group: two collectives, and in the backward those of its plan.
 
     head: this rank's rows, of which those beyond the shard are padding. Entries and mask are the same on every rank.
     """
-    check_entries(entries, mask, shard.total)
-    count = entries.offsets.shape[0] - 1
-    zeros = torch.zeros(entries.token_ids.shape, dtype=torch.float32, device=head.hidden.device)
-    support_values = zeros.new_empty(0)
+    check_entries(entries, options.mask, shard.total)
 
-    def run(*tensors: Any) -> tuple[tuple[Tensor], dict[str, Any]]:
+    def forward(*tensors: Any) -> tuple[tuple[Tensor], dict[str, Any]]:
         padded = Head.of(tensors, shard.size)
 
-        def local() -> tuple[Tensor, Statistics]:
-            nonlocal support_values
-            arguments = (transform, supports, backend, num_rows, plan, zeros, no_best(count, zeros), shard.start)
-            stats, _, support_values = _statistics(padded.unpadded(), entries, mask, *arguments)
-            if supports is not None:
-                stats = stats._replace(maximum=stats.maximum.masked_fill(elsewhere(supports), -torch.inf))
-            return zeros, stats
+        def local(values: Tensor) -> RowStatistics:
+            best = no_best(entries.offsets.shape[0] - 1, values)
+            stats, _ = _statistics(padded.unpadded(), entries, options, run, values, best, shard.start)
+            return without_elsewhere(stats, options)
 
-        if zeros.shape[0]:
-            values, best, stats = _over_group(local, entries, mask, shard)
-            logprobs = entry_logprobs(values, entries, mask, best, stats.logprobs, transform, shard.total)
-        else:
-            logprobs, values, best = zeros, zeros, no_best(count, zeros)
-            stats = Statistics(*torch.zeros(4, count, device=zeros.device).unbind())
-        none = zeros.new_empty(0)
-        results = Gathered(logprobs, values, best.ids, stats.maximum, stats.log_sum, support_values, none)
-        kept = {"head": padded, "entries": entries, "mask": mask, "transform": transform, "supports": supports}
-        return (logprobs,), {**kept, "backend": backend, "plan": plan, "shard": shard, "results": results}
+        results = _over_group(local, entries, options.mask, options.transform, shard)
+        to_save = {"head": padded, "entries": entries, "options": options, "run": run, "shard": shard}
+        return (results.logprobs,), {**to_save, "results": results}
 
-    (logprobs,) = Once.apply(run, _sharded_backward, 1, *head[:3])
+    (logprobs,) = Once.apply(forward, _sharded_backward, 1, *head[:3])
     return cast(Tensor, logprobs)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Transform
 from fastrl.base.pages import mapped
+from fastrl.planning.plans import Plan
 from fastrl.planning.tiling import PIECE_BYTES, PITCH, Tile, pitch
 
 #: Bytes from which memory is mapped if it must return to the system when freed. malloc keeps memory below an allocation
@@ -56,6 +57,27 @@ class Head(NamedTuple):
         if self.vocab is None:
             return self
         return Head(self.hidden, self.weight[: self.vocab], None if self.bias is None else self.bias[: self.vocab])
+
+
+class Run(NamedTuple):
+    """How a pass from hidden states runs."""
+
+    backend: str
+    num_rows: int  # the number of valid rows that take the dense kernels, or -1 if the host does not know it
+    plan: Plan
+
+
+class HeadGradients(NamedTuple):
+    """dL/d(hidden, weight, bias) in their dtypes; an empty tensor for each that is not needed."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, gradients: Iterable[Tensor | None], hidden: Tensor) -> HeadGradients:
+        """From gradients of which those not needed are None."""
+        return cls(*[hidden.new_empty(0) if g is None else g for g in gradients])
 
 
 @dataclass(frozen=True)
@@ -243,16 +265,11 @@ def add_outer(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> N
             for rows in pieces(hidden.shape[0], 4 * hidden.shape[1]):
                 total[part].addmm_(wide[:, rows], hidden[rows].float(), beta=0 if first and rows.start == 0 else 1)
     else:
-        _add_product(total, gradient.t(), hidden, first)
+        add_product(total, gradient.t(), hidden, first)
 
 
-def add_inner(total: Tensor, gradient: Tensor, weight: Tensor, first: bool) -> None:
-    """total (n, H) float32 += gradient (n, v) weight (v, H); `first`: overwrite total without reading it."""
-    _add_product(total, gradient, weight, first)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total (m, k) float32 = (0 if first else total) + a (m, n) b (n, k), whatever the factors' dtype."""
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total (m, k) float32 += a (m, n) b (n, k), whatever the factors' dtype; `first`: overwrite total, unread."""
     if a.dtype == torch.float32:
         total.addmm_(a, b, beta=0 if first else 1)
     elif a.is_cuda and _accumulates_float32(a.dtype, a.device):
@@ -271,7 +288,7 @@ def add_columns(total: Tensor, gradient: Tensor, first: bool) -> None:
     """total (v,) float32 += the sum of gradient (n, v) over its rows; `first`: overwrite total."""
     if gradient.is_cuda and (gradient.dtype == torch.float32 or _accumulates_float32(gradient.dtype, gradient.device)):
         # torch's reduction would hold partial sums there, 140 MB on 132 multiprocessors, however few the columns.
-        _add_product(total[None], gradient.new_ones(1, gradient.shape[0]), gradient, first)
+        add_product(total[None], gradient.new_ones(1, gradient.shape[0]), gradient, first)
         return
     if first:
         total.zero_()

@@ -7,7 +7,7 @@ add theirs, so that no second (V, H) buffer exists. `planning.plans` chooses the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import row_functions
-from fastrl.backend.contract import Entries, LossTerms, Statistics, Support, Transform
+from fastrl.backend.contract import LossTerms, Statistics, Support, Transform
 from fastrl.base import checks
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import add_parts
@@ -23,12 +23,22 @@ from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 from fastrl.passes.backward import Backward
 from fastrl.passes.combined import Combined
 from fastrl.passes.entries import EntryValues
-from fastrl.passes.head import Head, Workspace, empty_tile, order, pieces, slices, slope_scale, store_product
-from fastrl.passes.logits import coefficients, empty_statistics, upstream
+from fastrl.passes.head import (
+    Head,
+    HeadGradients,
+    Run,
+    Workspace,
+    empty_tile,
+    order,
+    pieces,
+    slices,
+    slope_scale,
+    store_product,
+)
+from fastrl.passes.logits import RowStatistics, coefficients, empty_statistics, upstream
 from fastrl.passes.operator import Operator, saved
 from fastrl.passes.rows import Rows, rows_of
-from fastrl.passes.supports import Supports, check_targets, outside, together
-from fastrl.planning.plans import Plan
+from fastrl.passes.supports import RowOptions, Supports, check_targets, outside, together
 from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs
 
 # --- the forward ------------------------------------------------------------------------------------------------------
@@ -41,26 +51,23 @@ def _zeros(targets: Tensor) -> Statistics:
 def dense_statistics(
     head: Head,
     targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    backend: str,
-    num_rows: int,
-    plan: Plan,
-    wide: Entries | None = None,
+    options: RowOptions,
+    run: Run,
     entries: EntryValues | None = None,
     make: Callable[..., Workspace] = Workspace,
 ) -> Statistics:
-    """Row statistics (N,) from hidden states, with one product (1U); 0 for masked rows.
+    """Statistics (N,) of the rows that take the dense kernels, with one product (1U); 0 for the others.
 
     Of a shard, those of its entries alone, for targets counted from its first. With `entries` their logits are
     gathered, and the targets are the best of them, whatever `targets` says.
     """
+    (backend, num_rows, plan), (mask, wide) = run, options.dense
     out, used = _zeros(targets), order(mask, targets.shape[0], num_rows)
     if used.count == 0:
         return out
     tile = plan.tile("statistics", used.count)
     workspace = make(head, tile, used.index is not None, backend, plan.mapped, plan.call.float32_logits)
-    rows = rows_of(used, targets, transform, wide=wide, entries=entries)
+    rows = rows_of(used, targets, options.transform, wide=wide, entries=entries)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
         chunk = _chunk_statistics(workspace, workspace.hidden(where), rows.part(part), tile.columns, backend)
@@ -95,27 +102,20 @@ def no_statistics(targets: Tensor) -> Statistics:
     return Statistics(zeros, zeros, torch.full_like(zeros, -torch.inf), zeros)
 
 
-def statistics_of(
-    head: Head,
-    targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,
-    backend: str,
-    num_rows: int,
-    plan: Plan,
-) -> tuple[Statistics, Tensor]:
-    """The statistics of rows of an unpadded head, and the logits of the supports' entries; nothing is checked."""
-    if supports is None:
-        stats = dense_statistics(head, targets, mask, transform, backend, num_rows, plan)
-        return stats, stats.logprobs.new_empty(0)
-    support, dense, wide, count = supports
-    rest = None
-    if dense is not None:
-        rest = dense_statistics(head, targets, dense, transform, backend, count, plan, wide)
-    functions: Any = row_functions(backend, head.hidden)
-    values: Tensor = functions.support_products(*head[:3], support)
-    return together(rest, functions.support_statistics(values, targets, support, transform)), values
+def statistics_of(head: Head, targets: Tensor, options: RowOptions, run: Run) -> RowStatistics:
+    """The statistics of rows of an unpadded head; nothing is checked."""
+    supports = options.supports
+    dense = None
+    if supports is None or supports.dense is not None:
+        dense = dense_statistics(head, targets, options, run)
+        if supports is None:
+            return RowStatistics(*dense, dense.logprobs.new_empty(0))
+    assert supports is not None
+    functions: Any = row_functions(run.backend, head.hidden)
+    values: Tensor = functions.support_products(*head[:3], supports.support)
+    return RowStatistics(
+        *together(dense, functions.support_statistics(values, targets, supports.support, options.transform)), values
+    )
 
 
 #: With `_slope_inputs`, the row-local objective whose gradient is that of logp (c = 1) or of the entropy (h = 1).
@@ -129,64 +129,93 @@ def _slope_inputs(vector: int, like: Tensor, scale: float | Tensor) -> RowInputs
     return RowInputs(zeros, zeros, entropy_weights=minus) if vector else RowInputs(minus, torch.ones_like(zeros))
 
 
-def frozen_head(
-    head: Head,
-    targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    backend: str,
-    num_rows: int,
-    plan: Plan,
-    all_statistics: bool,
-    entries: EntryValues | None = None,
-) -> tuple[Statistics, list[Tensor]]:
+class FrozenHead:
     """Row statistics, and d logp / d hidden (N, H); with two `slopes` in the plan's call also d entropy / d hidden.
 
     These are in hidden's dtype, times `slope_scale`. A row's statistics and each of its slopes are one visit by
     `row_forward_gradient`, which does not give the maximum and the log-sum: without `all_statistics` these are empty.
     `entries` as in `dense_statistics`.
     """
-    count, wide = plan.call.slopes, plan.call.float32_logits
-    out, used = _zeros(targets), order(mask, targets.shape[0], num_rows)
-    slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(count)]
-    if not all_statistics:
-        out = out._replace(maximum=out.maximum.new_empty(0), log_sum=out.log_sum.new_empty(0))
-    if used.count == 0:
-        return out, slopes
-    tile = plan.tile("frozen", used.count)
-    workspace = Workspace(head, tile, used.index is not None, backend, float32_logits=wide, forms_gradient=True)
-    second = empty_tile(*tile, head.weight, backend) if count == 2 and not wide else None
-    rows = rows_of(used, targets, transform, entries=entries)
-    for places in slices(used.count, tile.rows):
-        where, part = used.rows(places), rows.part(places)
-        logits = workspace.logits(workspace.hidden(where), slice(0, tile.columns))
-        if part.entries is not None and part.row_ids is not None:
-            # Any target will do in a row without one: nothing reads its slope.
-            part = part._replace(targets=part.entries.gather(logits, 0, part.row_ids, backend).clamp_min(0))
-        functions: Any = row_functions(backend, logits)
-        scale = slope_scale(head.hidden.dtype, part.transform)
-        row = (logits[None], part.targets, None, part.transform)
-        if all_statistics:
-            for total, values in zip(out, functions.row_statistics(*row), strict=True):
-                total[where] = values
-        for vector in reversed(range(count)):  # the first slope last, because it may overwrite the logits
-            gradient = workspace.gradient(logits) if second is None or vector == 0 else second[: logits.shape[0]]
-            beside = None if gradient is logits else gradient[None]
-            inputs = _slope_inputs(vector, part.targets, scale)
-            terms: LossTerms = functions.row_forward_gradient(*row, _SLOPE, inputs, beside)
-            out.logprobs[where], out.entropy[where] = terms.logprobs, terms.entropy
-            store_product(slopes[vector], where, gradient, head.weight)
-    return out, slopes
+
+    def __init__(
+        self,
+        head: Head,
+        targets: Tensor,
+        options: RowOptions,
+        run: Run,
+        all_statistics: bool,
+        entries: EntryValues | None = None,
+    ) -> None:
+        self.head, self.backend, self.plan, self.all_statistics = head, run.backend, run.plan, all_statistics
+        self.order, self.out = order(options.mask, targets.shape[0], run.num_rows), _zeros(targets)
+        self.rows = rows_of(self.order, targets, options.transform, entries=entries)
+        count = run.plan.call.slopes
+        self.slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(count)]
+
+    def run(self) -> tuple[Statistics, list[Tensor]]:
+        """The statistics and the slopes."""
+        out = self.out
+        if not self.all_statistics:
+            self.out = out._replace(maximum=out.maximum.new_empty(0), log_sum=out.log_sum.new_empty(0))
+        if self.order.count:
+            self._run()
+        return self.out, self.slopes
+
+    def _run(self) -> None:
+        head, used, float32_logits = self.head, self.order, self.plan.call.float32_logits
+        tile, vocab = self.plan.tile("frozen", used.count), head.weight.shape[0]
+        memory = (head, tile, used.index is not None, self.backend)
+        workspace = Workspace(*memory, float32_logits=float32_logits, forms_gradient=True)
+        beside = None
+        if len(self.slopes) == 2 and not float32_logits:
+            beside = empty_tile(tile.rows, vocab, head.weight, self.backend)
+        for places in slices(used.count, tile.rows):
+            where, rows = used.rows(places), self.rows.part(places)
+            logits = workspace.logits(workspace.hidden(where), slice(0, vocab))
+            if rows.entries is not None and rows.row_ids is not None:
+                # Any target will do in a row without one: nothing reads its slope.
+                rows = rows._replace(targets=rows.entries.gather(logits, 0, rows.row_ids, self.backend).clamp_min(0))
+            rows = rows._replace(statistics=self._statistics(logits, rows))
+            if rows.statistics is not None:
+                for total, values in zip(self.out, rows.statistics, strict=True):
+                    total[where] = values
+            scale = slope_scale(head.hidden.dtype, rows.transform)
+            for vector in reversed(range(len(self.slopes))):  # the first slope last: it may overwrite the logits
+                second = vector == 1 and beside is not None
+                gradient = beside[: logits.shape[0]] if second else workspace.gradient(logits)  # type: ignore[index]
+                self._write_gradient(vector, logits, rows, where, scale, gradient)
+                self._store(vector, places, where, gradient)
+
+    def _statistics(self, logits: Tensor, rows: Rows) -> Statistics | None:
+        """The statistics of a chunk of rows if they need a visit of their own."""
+        if not self.all_statistics:
+            return None
+        functions: Any = row_functions(self.backend, logits)
+        stats: Statistics = functions.row_statistics(logits[None], rows.targets, None, rows.transform)
+        return stats
+
+    def _write_gradient(
+        self, vector: int, logits: Tensor, rows: Rows, where: Tensor | slice, scale: float | Tensor, out: Tensor
+    ) -> None:
+        """Write d logp (vector 0) or d entropy (vector 1) / d logits (n, v), times `scale`."""
+        beside, inputs = None if out is logits else out[None], _slope_inputs(vector, rows.targets, scale)
+        arguments = (logits[None], rows.targets, None, rows.transform, _SLOPE, inputs, beside)
+        terms: LossTerms = row_functions(self.backend, logits).row_forward_gradient(*arguments)
+        self.out.logprobs[where], self.out.entropy[where] = terms.logprobs, terms.entropy
+
+    def _store(self, vector: int, places: slice, where: Tensor | slice, gradient: Tensor) -> None:
+        """Store the product of the gradient of a chunk of logits in a slope."""
+        store_product(self.slopes[vector], where, gradient, self.head.weight)
 
 
 class LinearStatistics(NamedTuple):
-    """The statistics of the rows, each (N,) float32 as in `Statistics`, and what a backward reads beside them."""
+    """`RowStatistics`, and what the backward of a frozen head reads."""
 
     logprobs: Tensor
     entropy: Tensor
     maximum: Tensor  # empty with slopes, unless all statistics were asked for
     log_sum: Tensor  # the same
-    values: Tensor  # (nnz,) float32, the logits of the supports' entries; empty without supports
+    values: Tensor
     logprobs_slope: Tensor  # (N, H) d logp / d hidden, or empty
     entropy_slope: Tensor  # (N, H) d entropy / d hidden, or empty
 
@@ -195,13 +224,9 @@ class LinearStatistics(NamedTuple):
 def linear_statistics(
     head: Head,  # with supports, unit stride on H
     targets: Tensor,  # (N,) int64
-    mask: Tensor | None,  # (N,) bool; not read with supports
-    transform: Transform,
-    supports: Supports | None,
-    backend: str,
-    num_rows: int,  # the number of valid rows, or -1
-    waits: bool,  # whether the backward may synchronise to learn which rows are idle
-    plan: Plan,
+    options: RowOptions,
+    run: Run,
+    may_synchronise: bool,  # in the backward, to learn which rows are idle
     all_statistics: bool,
 ) -> LinearStatistics:
     """`row_statistics` of the logits hidden weight^T + bias, which never exist whole; the first two are differentiable.
@@ -209,30 +234,28 @@ def linear_statistics(
     The plan of a frozen head forms d logp / d hidden, and d entropy / d hidden if its call has two slopes, so that the
     backward only scales their rows.
     """
-    head = head.unpadded()
+    head, supports = head.unpadded(), options.supports
     if supports is None:
-        checks.targets_in_range(targets, mask, head.entries)
+        checks.targets_in_range(targets, options.mask, head.entries)
     else:
         check_targets(targets, supports, head.entries)
     slopes: list[Tensor] = []
-    if plan.name == "frozen-head":
-        stats, slopes = frozen_head(head, targets, mask, transform, backend, num_rows, plan, all_statistics)
-        values = stats.logprobs.new_empty(0)
+    if run.plan.name == "frozen-head":
+        dense, slopes = FrozenHead(head, targets, options, run, all_statistics).run()
+        stats = RowStatistics(*dense, dense.logprobs.new_empty(0))
     else:
-        stats, values = statistics_of(head, targets, mask, transform, supports, backend, num_rows, plan)
+        stats = statistics_of(head, targets, options, run)
     if supports is not None and supports.wide is not None:
         stats.logprobs.masked_fill_(outside(targets, supports), torch.nan)
     slopes += [head.hidden.new_empty(0) for _ in range(2 - len(slopes))]
-    return LinearStatistics(*stats, values, *slopes)
+    return LinearStatistics(*stats, *slopes)
 
 
 @linear_statistics.register_fake
-def _(
-    head: Head, targets: Tensor, supports: Supports | None, plan: Plan, all_statistics: bool, **_: Any
-) -> LinearStatistics:
-    count = plan.call.slopes if plan.name == "frozen-head" else 0
+def _(head: Head, targets: Tensor, options: RowOptions, run: Run, all_statistics: bool, **_: Any) -> LinearStatistics:
+    count = run.plan.call.slopes if run.plan.name == "frozen-head" else 0
     slopes = (head.hidden.new_empty(head.hidden.shape if i < count else (0,)) for i in range(2))
-    stats = empty_statistics(targets, supports)
+    stats = empty_statistics(targets, options)
     if count and not all_statistics:
         stats = stats._replace(maximum=stats.maximum.new_empty(0), log_sum=stats.log_sum.new_empty(0))
     return LinearStatistics(*stats, *slopes)
@@ -244,31 +267,25 @@ def _(
 def gradients_of(
     head: Head,
     targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,
-    statistics: Statistics,
-    values: Tensor,
+    options: RowOptions,
+    statistics: RowStatistics,
     c: Tensor,
     h: Tensor | None,
     needs: Needs,
-    backend: str,
-    num_rows: int,
-    plan: Plan,
+    run: Run,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor | None, ...]:
     """dL/d(hidden, weight, bias) from c and h (N,); over a group that of hidden is summed, if the shard says so."""
-    given = (transform, statistics, c, h, needs, backend)
+    stats, values, supports = Statistics(*statistics[:4]), statistics.values, options.supports
     if supports is None:
-        return Backward(head, targets, mask, *given, num_rows, plan, None, shard).run()
-    support, dense, wide, _ = supports
-    of_dense = None
-    if dense is not None:
+        return Backward(head, targets, options, stats, c, h, needs, run, shard).run()
+    dense = None
+    if supports.dense is not None:
         alone = None if shard is None else replace(shard, reduces=False)  # entries are added before the sum
-        of_dense = Backward(head, targets, dense, *given, -1, plan, wide, alone).run()
-    gradient = torch.empty_like(values)
-    row_functions(backend, values).support_gradient(values, targets, support, transform, statistics, c, h, gradient)
-    return over_group(support_products(head, support, gradient, needs, backend, of_dense), shard)
+        dense = Backward(head, targets, options, stats, c, h, needs, run._replace(num_rows=-1), alone).run()
+    gradient, functions = torch.empty_like(values), row_functions(run.backend, values)
+    functions.support_gradient(values, targets, supports.support, options.transform, stats, c, h, gradient)
+    return over_group(support_products(head, supports.support, gradient, needs, run.backend, dense), shard)
 
 
 def over_group(gradients: tuple[Tensor | None, ...], shard: VocabularyShard | None) -> tuple[Tensor | None, ...]:
@@ -308,38 +325,19 @@ def support_products(
     return d_hidden, d_weight, d_bias
 
 
-class HeadGradients(NamedTuple):
-    """dL/d(hidden, weight, bias) in their dtypes; an empty tensor for each that is not needed."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor
-
-    @classmethod
-    def of(cls, gradients: Iterable[Tensor | None], hidden: Tensor) -> HeadGradients:
-        """From gradients of which those not needed are None."""
-        return cls(*(hidden.new_empty(0) if g is None else g for g in gradients))
-
-
 @Operator
 def linear_gradient(
     head: Head,
     targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,
-    statistics: Statistics,
-    values: Tensor,
+    options: RowOptions,
+    statistics: RowStatistics,
     c: Tensor,
     h: Tensor | None,
     needs: Needs,
-    backend: str,
-    num_rows: int,
-    plan: Plan,
+    run: Run,
 ) -> HeadGradients:
     """The backward of `linear_statistics`."""
-    arguments = (statistics, values, c, h, needs, backend, num_rows, plan)
-    return HeadGradients.of(gradients_of(head, targets, mask, transform, supports, *arguments), head.hidden)
+    return HeadGradients.of(gradients_of(head, targets, options, statistics, c, h, needs, run), head.hidden)
 
 
 def fake_gradients(head: Head, needs: Needs, **_: Any) -> HeadGradients:
@@ -380,13 +378,17 @@ def gradient_of_slopes(slopes: Sequence[Tensor], c: Tensor | None, h: Tensor | N
     return combine_slopes([s for s, _ in pairs], factors)
 
 
+def saved_run(run: Run, may_synchronise: bool) -> Run:
+    """How the backward runs; it counts the rows with a gradient unless it may not synchronise."""
+    return run._replace(num_rows=-1) if may_synchronise else run
+
+
 def _save(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    plan: Plan = inputs["plan"]
-    if plan.name == "frozen-head":  # the backward reads nothing else
-        return {"slopes": results[5 : 5 + plan.call.slopes], "transform": inputs["transform"]}
-    kept = {name: value for name, value in inputs.items() if name not in ("waits", "all_statistics")}
-    known = -1 if inputs["waits"] else inputs["num_rows"]
-    return {**kept, "num_rows": known, "statistics": Statistics(*results[:4]), "values": results[4]}
+    run = saved_run(inputs["run"], inputs["may_synchronise"])
+    if run.plan.name == "frozen-head":  # the backward reads nothing else
+        return {"slopes": results[5 : 5 + run.plan.call.slopes], "transform": inputs["options"].transform}
+    to_save = {name: inputs[name] for name in ("head", "targets", "options")}
+    return {**to_save, "run": run, "statistics": RowStatistics(*results[:5])}
 
 
 def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> Head:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import row_functions
-from fastrl.backend.contract import Statistics, Transform
+from fastrl.backend.contract import Statistics
 from fastrl.base import checks
 from fastrl.passes import consumed
 from fastrl.passes.operator import Operator, is_traced, saved, use_up
-from fastrl.passes.supports import Supports, check_targets, outside, restrict, together
+from fastrl.passes.supports import RowOptions, Supports, check_targets, outside, restrict, together
 
 #: Logits of rows with a wide support are copied and restricted in blocks of this many bytes.
 _BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
@@ -38,9 +38,7 @@ class RowStatistics(NamedTuple):
 def row_statistics(
     logits: Tensor,  # (A, B, V)
     targets: Tensor,  # (N,) int64
-    mask: Tensor | None,  # (N,) bool; not read with supports
-    transform: Transform,
-    supports: Supports | None,
+    options: RowOptions,
     vocab: int,
     backend: str,
     consume: bool,
@@ -50,25 +48,26 @@ def row_statistics(
     The first `vocab` columns are the vocabulary; the others are padding, which has no probability and a gradient of 0.
     With `consume` the backward writes the gradient over the logits.
     """
+    supports = options.supports
     if supports is None:
-        checks.targets_in_range(targets, mask, vocab)
+        checks.targets_in_range(targets, options.mask, vocab)
     else:
         check_targets(targets, supports, vocab)
     consumed.refuse(logits)
     if targets.numel() == 0:
-        return empty_statistics(targets, supports)
-    stats, values = statistics_of(logits[..., :vocab], targets, mask, transform, supports, backend)
+        return empty_statistics(targets, options)
+    *stats, values = statistics_of(logits[..., :vocab], targets, options, backend)
     if supports is not None and supports.wide is not None:
-        stats.logprobs.masked_fill_(outside(targets, supports), torch.nan)
+        stats[0].masked_fill_(outside(targets, supports), torch.nan)
     # The results of an operator may not share memory, but a backend may fill one (4, N) tensor.
     shared = len({s.untyped_storage().data_ptr() for s in stats}) < len(stats)
     logprobs, entropy, maximum, log_sum = (s.clone() if shared else s for s in stats)
     return RowStatistics(logprobs, entropy, maximum, log_sum, values)
 
 
-def empty_statistics(targets: Tensor, supports: Supports | None, **_: Any) -> RowStatistics:
+def empty_statistics(targets: Tensor, options: RowOptions, **_: Any) -> RowStatistics:
     """Uninitialised statistics of the targets' rows, and logits of the supports' entries."""
-    entries = 0 if supports is None else supports.support.token_ids.shape[0]
+    entries = 0 if options.supports is None else options.supports.support.token_ids.shape[0]
     shapes = (targets.shape,) * 4 + ((entries,),)
     return RowStatistics(*(targets.new_empty(shape, dtype=torch.float32) for shape in shapes))
 
@@ -76,15 +75,14 @@ def empty_statistics(targets: Tensor, supports: Supports | None, **_: Any) -> Ro
 row_statistics.register_fake(empty_statistics)
 
 
-def statistics_of(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform, supports: Supports | None, backend: str
-) -> tuple[Statistics, Tensor]:
-    """The statistics of logits (A, B, V) and the logits of the supports' entries; nothing is checked."""
+def statistics_of(logits: Tensor, targets: Tensor, options: RowOptions, backend: str) -> RowStatistics:
+    """The statistics of logits (A, B, V); nothing is checked."""
+    mask, transform, supports = options
     functions: Any = row_functions(backend, logits)
     if supports is None:
         stats: Statistics = functions.row_statistics(logits, targets, mask, transform)
-        return stats, stats.logprobs.new_empty(0)
-    support, dense, wide, _ = supports
+        return RowStatistics(*stats, stats.logprobs.new_empty(0))
+    support, dense, wide = supports
     by_rows = dense is not None and wide is None
     rest = functions.row_statistics(logits, targets, dense, transform) if by_rows else None
     rows = support.rows()
@@ -94,7 +92,7 @@ def statistics_of(
         part = functions.row_statistics(block[None], targets[chosen], None, transform.of(chosen))
         for total, x in zip(stats, part, strict=True):
             total[chosen] = x
-    return stats, values
+    return RowStatistics(*stats, values)
 
 
 def _restricted_blocks(logits: Tensor, supports: Supports, backend: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -113,9 +111,7 @@ def _restricted_blocks(logits: Tensor, supports: Supports, backend: str) -> Iter
 def row_gradient(
     logits: Tensor,  # (A, B, V)
     targets: Tensor,  # (N,) int64
-    mask: Tensor | None,  # (N,) bool
-    transform: Transform,
-    supports: Supports | None,
+    options: RowOptions,
     vocab: int,
     statistics: RowStatistics,
     c: Tensor,  # (N,) float32
@@ -124,16 +120,14 @@ def row_gradient(
 ) -> Tensor:
     """dL/dlogits (A, B, V), contiguous, from c = dL/dlogp and h = dL/dH."""
     out = like_logits(logits)
-    write_gradient(logits, targets, mask, transform, supports, vocab, statistics, c, h, backend, out)
+    write_gradient(logits, targets, options, vocab, statistics, c, h, backend, out)
     return out
 
 
 def write_gradient(
     logits: Tensor,
     targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,
+    options: RowOptions,
     vocab: int,
     statistics: RowStatistics,
     c: Tensor,
@@ -148,10 +142,11 @@ def write_gradient(
         return
     functions: Any = row_functions(backend, logits)
     stats, values = Statistics(*statistics[:4]), statistics.values
+    mask, transform, supports = options
     if supports is None:
         functions.row_gradient(logits, targets, mask, transform, stats, c, h, out)
         return
-    support, dense, wide, _ = supports
+    support, dense, wide = supports
     inner = out.shape[1]
     if dense is None:
         out.zero_()

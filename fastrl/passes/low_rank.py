@@ -6,20 +6,20 @@ The weight is neither copied nor changed, and needs no gradient for the addition
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import Transform
 from fastrl.passes.backward import Backward
-from fastrl.passes.head import Head, Workspace, add_inner, add_outer, pieces
+from fastrl.passes.head import Head, Run, Workspace, add_outer, add_product, pieces
 from fastrl.passes.linear import dense_statistics
 from fastrl.passes.logits import coefficients
 from fastrl.passes.operator import Once, saved
 from fastrl.passes.rows import Rows
-from fastrl.planning.plans import Plan
+from fastrl.passes.supports import RowOptions
 from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs, Tile
 
 
@@ -65,28 +65,27 @@ class _Backward(Backward):
             torch.zeros(self.order.count, rank, dtype=torch.float32, device=device),
             torch.zeros(low_rank.up.shape, dtype=torch.float32, device=device),
         )
-        self.part = slice(0, 0)
 
     def _workspace(self, tile: Tile) -> Workspace:
-        gathers, wide = self.order.index is not None, self.plan.call.float32_logits
-        memory = (self.head, tile, gathers, self.backend, self.plan.mapped, wide)
-        return _TwoProducts(self.low_rank, *memory, forms_gradient=True)
+        memory = (self.head, tile, self.order.index is not None, self.backend, self.plan.mapped)
+        return _TwoProducts(self.low_rank, *memory, self.plan.call.float32_logits, forms_gradient=True)
 
-    def _rows(self, part: slice) -> Rows:
-        self.part = part
-        return super()._rows(part)
+    def _chunks(self, *args: Any) -> Iterator[tuple[slice, Tensor | slice, Tensor, Any]]:
+        for chunk in super()._chunks(*args):
+            self.part = chunk[0]
+            yield chunk
 
     def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, workspace: Workspace) -> Tensor:
         gradient = super()._gradient(hidden, rows, columns, workspace)
         assert isinstance(workspace, _TwoProducts) and workspace.down is not None
         # PEFT keeps adapters of a narrow head in float32, and so are their products here: rounded factors would leave
         # errors in every entry, where those of the tile's gradient average out.
-        wide = torch.promote_types(gradient.dtype, self.low_rank.up.dtype)
-        up, down = self.low_rank.up[columns].to(wide), workspace.down.to(wide)
-        row_bytes = 0 if wide == gradient.dtype else 4 * gradient.shape[1]
+        dtype = torch.promote_types(gradient.dtype, self.low_rank.up.dtype)
+        up, down = self.low_rank.up[columns].to(dtype), workspace.down.to(dtype)
+        row_bytes = 0 if dtype == gradient.dtype else 4 * gradient.shape[1]
         for rows_of_tile in pieces(gradient.shape[0], row_bytes, piece_bytes(gradient.device.type)):
-            part = gradient[rows_of_tile].to(wide)
-            add_inner(self.sums.down[self.part][rows_of_tile], part, up, first=False)
+            part = gradient[rows_of_tile].to(dtype)
+            add_product(self.sums.down[self.part][rows_of_tile], part, up, first=False)
             add_outer(self.sums.up[columns], part, down[rows_of_tile], first=False)
         return gradient
 
@@ -101,34 +100,23 @@ class _Backward(Backward):
 
 
 def low_rank_statistics(
-    head: Head,
-    low_rank: LowRank,
-    targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    backend: str,
-    num_rows: int,
-    plan: Plan,
+    head: Head, low_rank: LowRank, targets: Tensor, options: RowOptions, run: Run
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies (N,) float32, 0 where masked; differentiable once in the head, down and up.
+    """Log-probabilities and entropies (N,) float32, 0 where masked; differentiable once in the head, down and up."""
 
-    num_rows: the number of valid rows, or -1.
-    """
+    def forward(*tensors: Any) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        head, low_rank = Head.of(tensors[:3]), LowRank(*tensors[3:])
+        stats = dense_statistics(head, targets, options, run, make=partial(_TwoProducts, low_rank))
+        to_save = {"low_rank": low_rank, "of_call": (head, targets, options, stats), "run": run._replace(num_rows=-1)}
+        return (stats.logprobs, stats.entropy), to_save
 
-    def run(*tensors: Any) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        own, addition = Head.of(tensors[:3]), LowRank(*tensors[3:])
-        make = partial(_TwoProducts, addition)
-        stats = dense_statistics(own, targets, mask, transform, backend, num_rows, plan, make=make)
-        kept = {"low_rank": addition, "of_call": (own, targets, mask, transform, stats), "of_run": (backend, -1, plan)}
-        return (stats.logprobs, stats.entropy), kept
-
-    logprobs, entropy = Once.apply(run, _backward, 2, *head[:3], *low_rank)
+    logprobs, entropy = Once.apply(forward, _backward, 2, *head[:3], *low_rank)
     return logprobs, entropy
 
 
 def _backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-    kept, ch = saved(ctx), coefficients(d_logprobs, d_entropy)
+    inputs, ch = saved(ctx), coefficients(d_logprobs, d_entropy)
     # The pass that forms dL/dhidden always runs: down comes from hidden, or is all that has a gradient.
     needs = Needs(True, *ctx.needs[1:3])
-    backward = _Backward(kept["low_rank"], *kept["of_call"], ch["c"], ch["h"], needs, *kept["of_run"])
+    backward = _Backward(inputs["low_rank"], *inputs["of_call"], ch["c"], ch["h"], needs, inputs["run"])
     return *backward.run(), *backward.low_rank_gradients()

@@ -163,7 +163,7 @@ class Operator(Generic[P, R]):
             mutates_args=(),
             schema=torch.library.infer_schema(on_arguments, mutates_args=()),
             # What works within a budget may ask the GPU for the number of its rows.
-            tags=(torch.Tag.cudagraph_unsafe,) if "plan" in hints else (),
+            tags=(torch.Tag.cudagraph_unsafe,) if "run" in hints else (),
         )
         _bodies[f"fastrl::{self.__name__}"] = on_arguments
 
@@ -278,8 +278,8 @@ class Once(torch.autograd.Function):
     def forward(ctx: Any, run: Any, backward: Any, differentiable: int, *inputs: Any) -> tuple[Any, ...]:
         # The graph's edges to the inputs already exist here. If logits were overwritten earlier, autograd would rebuild
         # the edge of a view as an as_strided one, whose backward copies the whole tensor.
-        results, kept = run(*inputs)
-        keep(ctx, kept, backward, differentiable)
+        results, to_save = run(*inputs)
+        keep(ctx, to_save, backward, differentiable)
         ctx.mark_non_differentiable(*results[differentiable:])
         return tuple(results)
 

@@ -16,9 +16,9 @@ from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Divergence, PairStatistics, Transform
 from fastrl.passes.backward import Passes, order_of_active
 from fastrl.passes.forward_gradient import GradientSums, fake_gradients, gradients_backward, row_chunks, save_gradients
-from fastrl.passes.head import Head, Order, Workspace, active_first, float16_scale, order, slices
-from fastrl.passes.linear import HeadGradients, head_backward
+from fastrl.passes.head import Head, HeadGradients, Order, Run, Workspace, active_first, float16_scale, order, slices
 from fastrl.passes.linear import fake_gradients as fake_head_gradients
+from fastrl.passes.linear import head_backward, saved_run
 from fastrl.passes.logits import upstream
 from fastrl.passes.operator import Operator
 from fastrl.planning.plans import Plan
@@ -76,12 +76,11 @@ def divergence_statistics(
     transform: Transform,
     teacher_transform: Transform,
     divergence: Divergence,
-    backend: str,
-    num_rows: int,
-    waits: bool,
-    plan: Plan,
+    run: Run,
+    may_synchronise: bool,  # in the backward, to learn which rows are idle
 ) -> PairStatistics:
     """The divergence of each row, which is differentiable, and what its gradient needs; 0 for masked rows."""
+    backend, num_rows, plan = run
     head, n = head.unpadded(), head.hidden.shape[0]
     zeros = (torch.zeros(n, dtype=torch.float32, device=head.hidden.device) for _ in PairStatistics._fields)
     out, used = PairStatistics(*zeros), order(mask, n, num_rows)
@@ -120,12 +119,10 @@ class _Backward(Passes):
         rows: _Rows,
         divergence: Divergence,
         needs: Needs,
-        backend: str,
-        num_rows: int,
-        plan: Plan,
+        run: Run,
     ) -> None:
         assert rows.statistics is not None and rows.c is not None
-        active = order_of_active(mask, rows.c, num_rows)
+        active = order_of_active(mask, rows.c, run.num_rows)
         rows, undo = rows.part(active.index), None
         if head.hidden.dtype == torch.float16 and active.count:
             assert rows.c is not None and rows.statistics is not None
@@ -133,11 +130,8 @@ class _Backward(Passes):
             divergences = rows.statistics.divergence.nan_to_num(0.0, 0.0, 0.0)
             scale = float16_scale(rows.c.abs() * (1 + divergences), rows.transform)
             rows, undo = rows._replace(c=rows.c * scale), 1 / scale
-        super().__init__(head, active, needs, backend, plan, undo)
-        self.teacher, self.divergence, self.rows = teacher, divergence, rows
-
-    def _rows(self, part: slice) -> _Rows:
-        return self.rows.part(part)
+        super().__init__(head, active, rows, needs, run, undo)
+        self.teacher, self.divergence = teacher, divergence
 
     def _workspace(self, tile: Tile) -> PairWorkspace:
         memory = (tile, self.order, self.backend, self.plan)
@@ -163,13 +157,11 @@ def divergence_gradient(
     statistics: PairStatistics,
     c: Tensor,  # (N,) float32, dL/dD
     needs: Needs,
-    backend: str,
-    num_rows: int,
-    plan: Plan,
+    run: Run,
 ) -> HeadGradients:
     """The backward of `divergence_statistics`."""
     rows = _Rows(transform, teacher_transform, c, statistics)
-    backward = _Backward(head, teacher, mask, rows, divergence, needs, backend, num_rows, plan)
+    backward = _Backward(head, teacher, mask, rows, divergence, needs, run)
     return HeadGradients.of(backward.run(), head.hidden)
 
 
@@ -177,8 +169,8 @@ divergence_gradient.register_fake(fake_head_gradients)
 
 
 def _save(inputs: dict[str, Any], results: tuple[Tensor, ...]) -> dict[str, Any]:
-    known = -1 if inputs.pop("waits") else inputs["num_rows"]
-    return {**inputs, "num_rows": known, "statistics": PairStatistics(*results)}
+    run = saved_run(inputs["run"], inputs.pop("may_synchronise"))
+    return {**inputs, "run": run, "statistics": PairStatistics(*results)}
 
 
 def _gradient(ctx: Any, d_divergence: Tensor) -> Head:
@@ -212,16 +204,14 @@ def divergence_forward_gradient(
     teacher_transform: Transform,
     divergence: Divergence,
     c: Tensor,  # (N,) float32: the weight of each row; 0 where masked
-    backend: str,
-    num_rows: int,
+    run: Run,
     num_active: int,
-    plan: Plan,
 ) -> LinearDivergence:
     """The weighted sum of the rows' divergences, differentiable once. Not for float16, whose sums need a scale.
 
     num_active: the number of valid rows whose c is not 0, or -1.
     """
-    n, vocab = head.hidden.shape[0], head.entries
+    (backend, num_rows, plan), n, vocab = run, head.hidden.shape[0], head.entries
     used, active = active_first(mask, c != 0, n, num_rows, num_active)
     size = max(used.count, 1)
     if not plan.one_chunk and used.count:
@@ -247,14 +237,13 @@ def divergence_forward_gradient(
         out[where] = row_kernels.pair_forward_gradient(*arguments, inputs.c, beside).divergence
         positions = slice(chunk.start, chunk.start + chunk.active)
         sums.add(positions, hidden[: chunk.active], gradient[: chunk.active])
-    gradients = (head.hidden.new_empty(0) if g is None else g for g in sums.finish())
-    return LinearDivergence(weighted_sum(out, c), out, *gradients)
+    return LinearDivergence(weighted_sum(out, c), out, *HeadGradients.of(sums.finish(), head.hidden))
 
 
 @divergence_forward_gradient.register_fake
-def _(head: Head, plan: Plan, **_: Any) -> LinearDivergence:
+def _(head: Head, run: Run, **_: Any) -> LinearDivergence:
     results = (head.hidden.new_empty(shape, dtype=torch.float32) for shape in ((), head.hidden.shape[:1]))
-    return LinearDivergence(*results, *fake_gradients(head, plan))  # type: ignore[call-arg]
+    return LinearDivergence(*results, *fake_gradients(head, run.plan))  # type: ignore[call-arg]
 
 
 divergence_forward_gradient.register_autograd(gradients_backward, save_gradients, differentiable=1)

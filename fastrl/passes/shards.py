@@ -35,24 +35,13 @@ from fastrl.passes.forward_gradient import (
     empty_terms,
     inputs_of,
 )
-from fastrl.passes.head import (
-    Head,
-    Order,
-    Workspace,
-    add_inner,
-    empty_tile,
-    order,
-    slices,
-    slope_scale,
-    store_product,
-    store_rows,
-)
-from fastrl.passes.linear import gradient_of_slopes, gradients_of, no_statistics
+from fastrl.passes.head import Head, Order, Run, Workspace, add_product, slices, store_product, store_rows
+from fastrl.passes.linear import FrozenHead, gradient_of_slopes, gradients_of, no_statistics, saved_run
 from fastrl.passes.linear import statistics_of as linear_statistics_of
 from fastrl.passes.logits import RowStatistics, coefficients, row_backward, statistics_of
 from fastrl.passes.operator import Once, saved
-from fastrl.passes.rows import rows_of
-from fastrl.passes.supports import Supports, elsewhere
+from fastrl.passes.rows import Rows
+from fastrl.passes.supports import RowOptions, elsewhere
 from fastrl.planning.plans import Plan
 from fastrl.planning.tiling import Needs, Tile, combined_rows
 
@@ -99,17 +88,23 @@ def start_gathered(
 
 
 def gathered(
-    compute: Callable[[], Statistics], targets: Tensor, shard: VocabularyShard, mask: Tensor | None = None
-) -> Statistics:
+    compute: Callable[[], RowStatistics],
+    targets: Tensor,
+    shard: VocabularyShard,
+    mask: Tensor | None,
+    lacking: Tensor | None,
+) -> RowStatistics:
     """The statistics of whole rows, from those of every rank's columns: one collective, the same bits on every rank.
 
-    An error in `compute` reaches all ranks: as one where values may be read, else as NaN in all statistics.
+    The supports' logits are this rank's. An error in `compute` reaches all ranks: as one where values may be read, else
+    as NaN in all statistics.
 
     Args:
         compute: gives those of this rank's columns, each (n,) float32; a maximum of -inf means that the row has none.
         targets: (n,) int64 ids in the whole vocabulary; one outside it has a NaN log-probability.
         shard: of this rank.
         mask: (n,) bool; the statistics of other rows are 0. None means that all rows count.
+        lacking: (n,) bool: rows whose log-probability is NaN, because their target is not in their support.
     """
     try:
         local = compute()
@@ -117,18 +112,26 @@ def gathered(
         if targets.shape[0]:
             start_gather(torch.stack(failure(targets)), shard.group)()
         raise
-    return start_gathered(local, targets, shard, mask)()
+    stats = start_gathered(Statistics(*local[:4]), targets, shard, mask)()
+    if lacking is not None:
+        stats.logprobs.masked_fill_(lacking, torch.nan)
+    return RowStatistics(*stats, local.values)
 
 
 # --- from logits ------------------------------------------------------------------------------------------------------
 
 
+def without_elsewhere(stats: RowStatistics, options: RowOptions) -> RowStatistics:
+    """A rank's statistics, with a maximum of -inf in the gathered rows of which it holds nothing."""
+    if options.supports is None:
+        return stats
+    return stats._replace(maximum=stats.maximum.masked_fill(elsewhere(options.supports), -torch.inf))
+
+
 def sharded_row_statistics(
     logits: Tensor,  # (A, B, V_r)
     targets: Tensor,  # (N,) int64 ids in the whole vocabulary
-    mask: Tensor | None,  # (N,) bool
-    transform: Transform,
-    supports: Supports | None,  # this rank's entries
+    options: RowOptions,  # with the supports' entries of this rank
     lacking: Tensor | None,  # (N,) bool: valid rows whose target is not in their support
     backend: str,
     consume: bool,
@@ -139,28 +142,20 @@ def sharded_row_statistics(
     The forward makes one collective, the backward none. Columns beyond the shard's size are padding. With `consume` the
     backward writes the gradient over the logits.
     """
-    own, columns = targets - shard.start, logits[..., : shard.size]
-    values = targets.new_empty(0, dtype=torch.float32)
+    local_targets, columns = targets - shard.start, logits[..., : shard.size]
 
-    def local() -> Statistics:
-        nonlocal values
+    def local() -> RowStatistics:
         if not columns.numel():
-            return no_statistics(targets)
-        stats, values = statistics_of(columns, own, mask, transform, supports, backend)
-        if supports is not None:
-            none = supports.support.valid & (supports.support.offsets.diff() == 0)
-            stats.maximum.masked_fill_(none, -torch.inf)
-        return stats
+            return RowStatistics(*no_statistics(targets), targets.new_empty(0, dtype=torch.float32))
+        return without_elsewhere(statistics_of(columns, local_targets, options, backend), options)
 
-    def run(logits: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        stats = gathered(local, targets, shard, mask)
-        if lacking is not None:
-            stats.logprobs.masked_fill_(lacking, torch.nan)
-        kept = {"logits": logits, "targets": own, "mask": mask, "transform": transform, "supports": supports}
-        run = {"vocab": shard.size, "statistics": RowStatistics(*stats, values), "backend": backend}
-        return (stats.logprobs, stats.entropy), {**kept, **run, "consume": consume}
+    def forward(logits: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        stats = gathered(local, targets, shard, options.mask, lacking)
+        to_save = {"logits": logits, "targets": local_targets, "options": options, "vocab": shard.size}
+        to_save |= {"statistics": stats, "backend": backend, "consume": consume}
+        return (stats.logprobs, stats.entropy), to_save
 
-    logprobs, entropy = Once.apply(run, row_backward, 2, logits)
+    logprobs, entropy = Once.apply(forward, row_backward, 2, logits)
     return logprobs, entropy
 
 
@@ -170,57 +165,45 @@ def sharded_row_statistics(
 def sharded_statistics(
     head: Head,
     targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    supports: Supports | None,  # this rank's entries
+    options: RowOptions,  # with the supports' entries of this rank
     lacking: Tensor | None,  # (N,) bool: valid rows whose target is not in their support
-    backend: str,
-    num_rows: int,
-    waits: bool,
-    plan: Plan,
+    run: Run,
+    may_synchronise: bool,
     shard: VocabularyShard,
 ) -> Statistics:
     """`linear_statistics` of a vocabulary that lies over a group.
 
-    head: this rank's rows; those beyond the shard are padding. targets (N,) and mask (N,) are the same on every
-    rank. Log-probabilities and entropies are differentiable. Collectives: one in the forward, one in the backward
-    (two-pass in 16 bits: one per chunk of rows). A frozen head's slopes: one per chunk of rows and one for each slope
-    in the forward, none in the backward.
+    head: this rank's rows; those beyond the shard are padding. targets (N,) and the mask are the same on every rank.
+    Log-probabilities and entropies are differentiable. Collectives: one in the forward, one in the backward (two-pass
+    in 16 bits: one per chunk of rows). A frozen head's slopes: one per chunk of rows and one for each slope in the
+    forward, none in the backward.
     """
-    own, values = targets - shard.start, targets.new_empty(0, dtype=torch.float32)
+    local_targets = targets - shard.start
 
-    def run(*tensors: Tensor | None) -> tuple[Statistics, dict[str, Any]]:
+    def forward(*tensors: Tensor | None) -> tuple[Sequence[Tensor], dict[str, Any]]:
         padded = Head.of(tensors, shard.size)
-        unpadded = padded.unpadded()
+        head = padded.unpadded()
+        if options.supports is None:
+            checks.targets_in_range(targets, options.mask, shard.total)
+        if run.plan.name == "frozen-head":
+            of_head, slopes = _FrozenHead(shard, head, targets, options, run, True).run()
+            return of_head, {"slopes": slopes, "transform": options.transform}
 
-        def local() -> Statistics:
-            nonlocal values
-            stats, values = linear_statistics_of(unpadded, own, mask, transform, supports, backend, num_rows, plan)
-            if supports is None:
-                return stats
-            return stats._replace(maximum=stats.maximum.masked_fill(elsewhere(supports), -torch.inf))
+        def local() -> RowStatistics:
+            return without_elsewhere(linear_statistics_of(head, local_targets, options, run), options)
 
-        if supports is None:
-            checks.targets_in_range(targets, mask, shard.total)
-        if plan.name == "frozen-head":
-            stats, slopes = _frozen_head(unpadded, targets, mask, transform, backend, num_rows, plan, shard)
-            return stats, {"slopes": slopes, "transform": transform}
-        stats = gathered(local, targets, shard, mask)
-        if lacking is not None:
-            stats.logprobs.masked_fill_(lacking, torch.nan)
-        kept = {"head": padded, "targets": own, "mask": mask, "transform": transform, "supports": supports}
-        kept |= {"statistics": stats, "values": values, "backend": backend, "plan": plan, "shard": shard}
-        return stats, {**kept, "num_rows": -1 if waits else num_rows}
+        stats = gathered(local, targets, shard, options.mask, lacking)
+        to_save = {"head": padded, "targets": local_targets, "options": options, "statistics": stats}
+        return stats[:4], {**to_save, "run": saved_run(run, may_synchronise), "shard": shard}
 
-    return Statistics(*Once.apply(run, _statistics_backward, 2, *head[:3]))
+    return Statistics(*Once.apply(forward, _statistics_backward, 2, *head[:3]))
 
 
 def _statistics_backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-    kept = saved(ctx)
-    if "slopes" in kept:
-        return gradient_of_slopes(**kept, c=d_logprobs, h=d_entropy), None, None
-    kept |= coefficients(d_logprobs, d_entropy)
-    return gradients_of(**kept, needs=Needs(*ctx.needs))
+    inputs = saved(ctx)
+    if "slopes" in inputs:
+        return gradient_of_slopes(**inputs, c=d_logprobs, h=d_entropy), None, None
+    return gradients_of(**inputs, **coefficients(d_logprobs, d_entropy), needs=Needs(*ctx.needs))  # type: ignore[arg-type]
 
 
 def _start_statistics(
@@ -254,53 +237,42 @@ def _write_gradient(
         )
 
 
-def _frozen_head(
-    head: Head,
-    targets: Tensor,
-    mask: Tensor | None,
-    transform: Transform,
-    backend: str,
-    num_rows: int,
-    plan: Plan,
-    shard: VocabularyShard,
-) -> tuple[Statistics, list[Tensor]]:
-    """Row statistics and d logp / d hidden (N, H), with two slopes also d entropy / d hidden.
+class _FrozenHead(FrozenHead):
+    """`FrozenHead` of a shard, whose slopes are parts of sums over the group, if the shard says so."""
 
-    The slopes are in hidden's dtype, times `slope_scale`.
-    """
-    used, count = order(mask, targets.shape[0], num_rows), plan.call.slopes
-    out = Statistics(*torch.zeros(4, targets.shape[0], dtype=torch.float32, device=targets.device).unbind())
-    slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(count)]
-    if used.count == 0:
-        return Statistics(*(x.clone() for x in out)), slopes
-    tile, wide, vocab = plan.tile("frozen", used.count), plan.call.float32_logits, head.weight.shape[0]
-    workspace = Workspace(head, tile, used.index is not None, backend, float32_logits=wide, forms_gradient=True)
-    second = empty_tile(tile.rows, vocab, head.weight, backend) if count == 2 and not wide else None
-    narrow = head.hidden.dtype != torch.float32
-    shape = (used.count, head.hidden.shape[1])
-    parts = [torch.empty(shape, dtype=torch.float32, device=targets.device) for _ in slopes if shard.reduces and narrow]
-    rows = rows_of(used, targets, transform)
-    for places in slices(used.count, tile.rows):
-        where, part = used.rows(places), rows.part(places)
-        logits = workspace.logits(workspace.hidden(where), slice(0, vocab))
-        stats = _start_statistics(logits[None], part.targets, part.transform, backend, shard)()
-        for total, x in zip(out, stats, strict=True):
-            total[where] = x
-        scale = slope_scale(head.hidden.dtype, part.transform)
+    def __init__(self, shard: VocabularyShard, *args: Any) -> None:
+        super().__init__(*args)
+        self.shard = shard
+        # The parts, by position in the order, if they need a wider dtype than the slopes.
+        self.parts: list[Tensor] = []
+        if shard.reduces and self.head.hidden.dtype != torch.float32:
+            shape, device = (self.order.count, self.head.hidden.shape[1]), self.head.hidden.device
+            self.parts = [torch.empty(shape, dtype=torch.float32, device=device) for _ in self.slopes]
+
+    def _run(self) -> None:
+        super()._run()
+        for slope, total in enumerate(self.parts or (self.slopes if self.shard.reduces else [])):
+            add_parts(total, self.shard.group)
+            if self.parts:
+                store_rows(self.slopes[slope], self.order.rows(slice(0, self.order.count)), total, None)
+
+    def _statistics(self, logits: Tensor, rows: Rows) -> Statistics:
+        return _start_statistics(logits[None], rows.targets, rows.transform, self.backend, self.shard)()
+
+    def _write_gradient(
+        self, vector: int, logits: Tensor, rows: Rows, where: Tensor | slice, scale: float | Tensor, out: Tensor
+    ) -> None:
+        stats = rows.statistics
+        assert stats is not None
         one = scale if isinstance(scale, Tensor) else torch.full_like(stats.logprobs, scale)
-        for slope in reversed(range(count)):  # the first slope last, because it may overwrite the logits
-            gradient = workspace.gradient(logits) if slope == 0 or second is None else second[: logits.shape[0]]
-            c, h = (one, None) if slope == 0 else (torch.zeros_like(one), one)
-            _write_gradient(logits[None], part.targets, part.transform, stats, c, h, backend, shard, gradient[None])
-            if parts:
-                add_inner(parts[slope][places], gradient, head.weight, first=True)
-            else:
-                store_product(slopes[slope], where, gradient, head.weight)
-    for slope, total in enumerate(parts or (slopes if shard.reduces else [])):
-        add_parts(total, shard.group)
-        if parts:
-            store_rows(slopes[slope], used.rows(slice(0, used.count)), total, None)
-    return Statistics(*(x.clone() for x in out)), slopes
+        c, h = (torch.zeros_like(one), one) if vector else (one, None)
+        _write_gradient(logits[None], rows.targets, rows.transform, stats, c, h, self.backend, self.shard, out[None])
+
+    def _store(self, vector: int, places: slice, where: Tensor | slice, gradient: Tensor) -> None:
+        if self.parts:
+            add_product(self.parts[vector][places], gradient, self.head.weight, first=True)
+        else:
+            super()._store(vector, places, where, gradient)
 
 
 # --- from hidden states: a loss and its gradients ---------------------------------------------------------------------
@@ -334,7 +306,7 @@ class _ShardedSums(GradientSums):
     def add_chunk(self, positions: slice, hidden: Tensor, gradient: Tensor, last: bool) -> None:
         """Add rows at these positions of the order: hidden (n, H), dL/dlogits (n, V)."""
         if self.parts is not None:
-            add_inner(self.parts[positions], gradient, self.matrix, first=True)
+            add_product(self.parts[positions], gradient, self.matrix, first=True)
         elif self.hidden is not None:
             store_product(self.hidden, self.used.rows(positions), gradient, self.matrix)
         if last:

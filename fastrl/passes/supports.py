@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import row_functions
-from fastrl.backend.contract import Entries, Statistics, Support, entry_rows, offsets_of
+from fastrl.backend.contract import Entries, Statistics, Support, Transform, entry_rows, offsets_of
 from fastrl.base import checks
 from fastrl.distributed.shards import VocabularyShard
 
@@ -19,7 +19,19 @@ class Supports(NamedTuple):
     support: Support  # valid: the rows whose entries are gathered
     dense: Tensor | None = None  # (N,) bool: the valid rows that take the dense kernels; None: no row does
     wide: Entries | None = None  # the supports of dense rows that have one (rows without ids have none); None: none has
-    num_dense: int = 0  # the number of dense rows; -1 if the host does not know it
+
+
+class RowOptions(NamedTuple):
+    """What holds for the rows of a call, beside their targets."""
+
+    mask: Tensor | None  # (N,) bool: the rows that count; not read with supports
+    transform: Transform
+    supports: Supports | None = None
+
+    @property
+    def dense(self) -> tuple[Tensor | None, Entries | None]:
+        """The mask of the rows that take the dense kernels, and the supports of those that have one."""
+        return (self.mask, None) if self.supports is None else (self.supports.dense, self.supports.wide)
 
 
 def restrict(logits: Tensor, first: int, rows: Tensor, wide: Entries, backend: str) -> None:
@@ -55,7 +67,7 @@ def check_targets(targets: Tensor, supports: Supports, vocab: int) -> None:
     """
     if not checks.values_are_checked(targets):
         return
-    support, dense, wide, _ = supports
+    support, dense, wide = supports
     checks.targets_in_range(targets, support.valid if dense is None else support.valid | dense, vocab)
     missing = outside(targets, supports)
     if bool(missing.any()):
@@ -86,13 +98,13 @@ def _in_shard(entries: Entries | Support, shard: VocabularyShard, never_empty: b
     offsets = entries.offsets
     rows = entry_rows(offsets, entries.token_ids.shape[0])
     ids = entries.token_ids - shard.start
-    kept = here = (ids >= 0) & (ids < shard.size)
+    stays = here = (ids >= 0) & (ids < shard.size)
     lengths = torch.zeros_like(offsets[1:]).index_add_(0, rows, here.long())
     if never_empty:
         lacking = (lengths == 0) & (offsets.diff() > 0)
         first = torch.arange(rows.shape[0], device=rows.device) == offsets[rows]
-        kept, ids, lengths = here | (lacking[rows] & first), ids.where(here, shard.size), lengths + lacking
-    return Entries(ids[kept], offsets_of(lengths))
+        stays, ids, lengths = here | (lacking[rows] & first), ids.where(here, shard.size), lengths + lacking
+    return Entries(ids[stays], offsets_of(lengths))
 
 
 def elsewhere(supports: Supports) -> Tensor:

@@ -12,12 +12,12 @@ from torch._inductor import config as inductor
 
 import fastrl
 from fastrl import passes
-from fastrl.backend.contract import Divergence, Entries, PairStatistics, Statistics, Support, Transform
+from fastrl.backend.contract import Divergence, Entries, PairStatistics, Support, Transform
 from fastrl.objectives.rows import Numbers, RowInputs, RowObjective
 from fastrl.passes import forward_gradient, gathered, linear, logits, pairs
-from fastrl.passes.head import Head
+from fastrl.passes.head import Head, Run
 from fastrl.passes.operator import Operator
-from fastrl.passes.supports import Supports
+from fastrl.passes.supports import RowOptions, Supports
 from fastrl.planning.plans import Plan
 from fastrl.planning.tiling import Call, Needs, Teacher
 
@@ -47,8 +47,8 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     x = tensors["logits"][:, :-1]
     y, m = tensors["targets"].reshape(-1), tensors["mask"].reshape(-1)
     transform, everything = Transform(0.9, None, 1.1, 5.0), Needs(True, True, True)
-    stats = logits.row_statistics(x, y, m, transform, None, V, backend, False)
-    upstream, four = (stats.logprobs, stats.entropy), Statistics(*stats[:4])
+    stats = logits.row_statistics(x, y, RowOptions(m, transform), V, backend, False)
+    upstream = (stats.logprobs, stats.entropy)
     head = Head(tensors["hidden"].reshape(-1, H), tensors["weight"], tensors["bias"], V)
     leaves = Head.of((t.clone().requires_grad_() for t in head[:3] if t is not None), V)
     frozen = head.unpadded()._replace(hidden=leaves.hidden)
@@ -62,38 +62,38 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     a = torch.linspace(-1, 1, y.numel(), device=y.device)
     inputs = RowInputs(a, a.abs(), stats.logprobs - 0.1, entropy_weights=a.abs())
     objective = RowObjective("clip", numbers=Numbers(0.2, 0.2, 1e30, 1e30))
-    row, two = (y, m, transform), Needs(True, True, False)
-    none = stats.logprobs.new_empty(0)
+    row, two = (y, RowOptions(m, transform)), Needs(True, True, False)
+
+    def run(name: str, one_chunk: bool = False, num_rows: int = -1) -> Run:
+        return Run(backend, num_rows, plan(name, one_chunk))
+
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (logits.row_statistics, (x.clone().requires_grad_(), *row, None, V, backend, False)),
-        (logits.row_gradient, (x, *row, None, V, stats, *upstream, backend)),
-        (linear.linear_statistics, (leaves, *row, None, backend, -1, True, plan("recompute"), False)),
+        (logits.row_statistics, (x.clone().requires_grad_(), *row, V, backend, False)),
+        (logits.row_gradient, (x, *row, V, stats, *upstream, backend)),
+        (linear.linear_statistics, (leaves, *row, run("recompute"), True, False)),
         *(
-            (linear.linear_statistics, (frozen, *row, None, backend, -1, True, plan("frozen-head"), all_statistics))
+            (linear.linear_statistics, (frozen, *row, run("frozen-head"), True, all_statistics))
             for all_statistics in (False, True)
         ),
         # Without a graph: its backward takes over the gradients that are outputs here, which opcheck would compare.
         *(
             (
                 forward_gradient.linear_forward_gradient,
-                (head, *row, inputs, objective, backend, -1, -1, plan("forward-gradient", one_chunk)),
+                (head, y, m, transform, inputs, objective, run("forward-gradient", one_chunk), -1),
             )
             for one_chunk in (False, True)
         ),
-        (linear.linear_gradient, (head, *row, None, four, none, *upstream, two, backend, -1, plan("two-pass"))),
+        (linear.linear_gradient, (head, *row, stats, *upstream, two, run("two-pass"))),
         (linear.combine_slopes, ([head.hidden, 2 * head.hidden], list(upstream))),
     ]
     pair = (teacher, m, transform, Transform(1.1), Divergence("jsd", 0.3))
-    pair_stats = pairs.divergence_statistics(head, *pair, backend, -1, True, plan("pair recompute"))
+    pair_stats = pairs.divergence_statistics(head, *pair, run("pair recompute"), True)
     assert isinstance(pair_stats, PairStatistics)
     calls += [
-        (pairs.divergence_statistics, (leaves, *pair, backend, -1, True, plan("pair recompute"))),
-        (pairs.divergence_gradient, (head, *pair, pair_stats, a, two, backend, -1, plan("pair recompute"))),
+        (pairs.divergence_statistics, (leaves, *pair, run("pair recompute"), True)),
+        (pairs.divergence_gradient, (head, *pair, pair_stats, a, two, run("pair recompute"))),
         *(
-            (
-                pairs.divergence_forward_gradient,
-                (head, *pair, a, backend, -1, -1, plan("pair forward-gradient", one_chunk)),
-            )
+            (pairs.divergence_forward_gradient, (head, *pair, a, run("pair forward-gradient", one_chunk), -1))
             for one_chunk in (False, True)
         ),
     ]
@@ -103,18 +103,18 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     whole = fastrl.SamplingMask.from_lists([[int(y[2]), 3, 9] if i == 2 else ids[i] for i in range(6)], y.device)
     dense = torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.bool, device=y.device)
     entries = Support(narrow.token_ids, narrow.offsets, ~dense)
-    wide = Supports(entries, dense, Entries(whole.token_ids, whole.offsets), 2)
-    sparse = logits.row_statistics(x, y, None, transform, wide, V, backend, False)
+    supports = Supports(entries, dense, Entries(whole.token_ids, whole.offsets))
+    wide = RowOptions(None, transform, supports)
+    sparse = logits.row_statistics(x, y, wide, V, backend, False)
     over = (sparse.logprobs, sparse.entropy)
-    of_wide = (y, None, transform, wide, Statistics(*sparse[:4]), sparse.values, *over)
     calls += [
         *(
-            (logits.row_statistics, (x.clone().requires_grad_(), y, None, transform, supports, V, backend, False))
-            for supports in (wide, wide._replace(wide=None))
+            (logits.row_statistics, (x.clone().requires_grad_(), y, options, V, backend, False))
+            for options in (wide, wide._replace(supports=supports._replace(wide=None)))
         ),
-        (logits.row_gradient, (x, y, None, transform, wide, V, sparse, *over, backend)),
-        (linear.linear_statistics, (leaves, y, None, transform, wide, backend, 2, True, plan("recompute"), False)),
-        (linear.linear_gradient, (head, *of_wide, Needs(True, False, True), backend, -1, plan("two-pass"))),
+        (logits.row_gradient, (x, y, wide, V, sparse, *over, backend)),
+        (linear.linear_statistics, (leaves, y, wide, run("recompute", num_rows=2), True, False)),
+        (linear.linear_gradient, (head, y, wide, sparse, *over, Needs(True, False, True), run("two-pass"))),
         (linear.support_linear_loss, (leaves, y, transform, entries, inputs, objective, backend)),
         (
             linear.support_linear_products,
@@ -123,26 +123,22 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     ]
     two_each = 2 * torch.arange(7, device=y.device)
     free, members = (Entries(torch.stack([y, t], 1).int().view(-1), two_each) for t in ((y + 1) % V, y * 0 - 1))
-    for supports, wanted, valid in ((None, free, m), (wide, members, None)):
-        given = (wanted, valid, transform, supports)
+    for given in ((free, RowOptions(m, transform)), (members, wide)):
         results = gathered.gathered_rows(x, *given, V, backend, False)
         calls += [
             (gathered.gathered_rows, (x.clone().requires_grad_(), *given, V, backend, False)),
             (gathered.gathered_rows_gradient, (x, *given, V, backend, results, results.logprobs)),
         ]
     one_slope = plan("frozen-head")._replace(call=plan("").call._replace(slopes=1))
-    for its_plan, its_head, supports, wanted in (
-        (plan("recompute"), leaves, wide, members),
-        (one_slope, frozen, None, free),
+    for its_run, its_head, options, wanted in (
+        (run("recompute"), leaves, wide, members),
+        (Run(backend, -1, one_slope), frozen, RowOptions(None, transform), free),
     ):
-        of_head = (wanted, None, transform, supports, backend)
-        found = gathered.linear_gathered(head, *of_head, -1, its_plan)
+        of_head = (wanted, options, its_run)
+        found = gathered.linear_gathered(head, *of_head)
         calls += [
-            (gathered.linear_gathered, (its_head, *of_head, -1, its_plan)),
-            (
-                gathered.linear_gathered_gradient,
-                (head, *of_head, its_plan, found, found.logprobs, Needs(True, False, False)),
-            ),
+            (gathered.linear_gathered, (its_head, *of_head)),
+            (gathered.linear_gathered_gradient, (head, *of_head, found, found.logprobs, Needs(True, False, False))),
         ]
     assert every_operator() == {operator for operator, _ in calls}
     for operator, arguments in calls:
@@ -167,19 +163,19 @@ def test_cuda_graphs_leave_out_what_may_wait_for_the_gpu() -> None:
 
 def test_operators_take_tuples_by_order_or_by_name() -> None:
     x, targets = torch.randn(2, 3, 5), torch.randint(5, (6,))
-    by_order = logits.row_statistics(x, targets, None, Transform(), None, 5, "torch", False)
-    by_name = logits.row_statistics(
-        x, targets, mask=None, transform=Transform(), supports=None, vocab=5, backend="torch", consume=False
-    )
+    options = RowOptions(None, Transform())
+    by_order = logits.row_statistics(x, targets, options, 5, "torch", False)
+    by_name = logits.row_statistics(x, targets, options=options, vocab=5, backend="torch", consume=False)
     assert isinstance(by_name, logits.RowStatistics) and all(map(torch.equal, by_name, by_order))
-    names = "logits, targets, mask, transform, supports, vocab, backend, consume"
+    names = "logits, targets, options, vocab, backend, consume"
     with pytest.raises(TypeError, match=f"takes {names}; got 3 in order"):
-        logits.row_statistics(x, targets, None)  # type: ignore[call-arg]
+        logits.row_statistics(x, targets, options)  # type: ignore[call-arg]
     arguments = torch.ops.fastrl.row_statistics.default._schema.arguments
-    fields = ["transform_temperature", "transform_temperatures", "transform_logit_scale", "transform_softcap"]
+    fields = ["mask", *(f"transform_{name}" for name in Transform._fields)]
     fields += [f"supports_support_{name}" for name in ("token_ids", "offsets", "valid")]
-    fields += ["supports_dense", "supports_wide_token_ids", "supports_wide_offsets", "supports_numbers"]
-    assert [x.name for x in arguments] == ["logits", "targets", "mask", *fields, "vocab", "backend", "consume"]
+    fields += ["supports_dense", "supports_wide_token_ids", "supports_wide_offsets"]
+    options_fields = [f"options_{name}" for name in fields]
+    assert [x.name for x in arguments] == ["logits", "targets", *options_fields, "vocab", "backend", "consume"]
 
 
 # Code of torch's own, whose vectors are not the subject: to try which the processor has takes as long as to compile it.
