@@ -24,12 +24,12 @@ from fastrl.passes import shards
 from fastrl.passes.forward_gradient import (
     Chunk,
     Coefficients,
+    active_chunks,
     active_rows,
     forward_gradient,
     gradient_by_torch,
     linear_forward_gradient,
     row_chunks,
-    row_local_chunks,
 )
 from fastrl.passes.head import Head, Order, Run, counted, order
 from fastrl.passes.linear import support_linear_loss
@@ -141,12 +141,12 @@ def _forward_gradient(problem: Problem, request: Request, plan: Plan, asked: _Ro
         return _row_local_callable(problem, request, plan)
     of_rows = row_objective(problem.objective, problem.batch, problem.weights) if asked is None else asked.of_rows
     (spec, inputs, clamped, marks), active = of_rows, -1 if asked is None else asked.active
+    run = Run(forced(), request.num_rows, plan)
     if request.shard is None:
-        run = Run(forced(), request.num_rows, plan)
         loss, *terms, _, _, _ = linear_forward_gradient(head, targets, mask, transform, inputs, spec, run, active)
         return from_terms(problem, LossTerms(*terms), loss, clamped=clamped, marks=marks)
     checks.targets_in_range(targets, mask, request.shard.total)
-    used, chunks = row_local_chunks(targets, mask, inputs, request.num_rows, active, plan)
+    used, chunks = active_chunks(mask, active_rows(inputs), run, active)
     coefficients = shards.row_local_coefficients(spec, inputs)
     loss, result = attached(request, plan, used, chunks, coefficients, plan.one_chunk)
     return from_terms(problem, result, loss, clamped=clamped, marks=marks)

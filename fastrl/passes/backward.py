@@ -31,7 +31,7 @@ from fastrl.passes.head import (
     store_product,
     store_rows,
 )
-from fastrl.passes.rows import Rows, rows_of
+from fastrl.passes.rows import Rows
 from fastrl.passes.supports import RowOptions
 from fastrl.planning.tiling import Needs, Tile
 
@@ -259,7 +259,7 @@ class Backward(Passes):
     ) -> None:
         mask, wide = options.dense
         active, undo = order_of_active(mask, c, run.num_rows, h, stats.logprobs), None
-        rows = rows_of(active, targets, options.transform, stats, c, h, wide)
+        rows = Rows(targets, options.transform, stats, c, h, wide).ordered(active)
         if head.hidden.dtype == torch.float16 and active.count:
             c, h = active.of(c), None if h is None else active.of(h)
             bounds = c.abs() if h is None else c.abs() + h.abs() * (1 + active.of(stats.entropy))

@@ -47,11 +47,11 @@ class Combined:
         means = torch.cat([self.mean[None], (l - entropy).where(~empty, 0.0)])
         self.mean = (means * shares).sum(0)
         self.maximum = torch.maximum(self.maximum, maximum.amax(0))
-        found = has_target.any(0)
-        rest = before.where(found, self.rest)  # the same, unless the target has moved here from an earlier slice
+        here = has_target.any(0)
+        rest = before.where(here, self.rest)  # the same, unless the target has moved here from an earlier slice
         self.rest = reduce(torch.logaddexp, l.where(~has_target, -torch.inf), rest)
-        self.of_target = l.where(has_target, 0.0).sum(0).where(found, self.of_target)
-        self.logprob = logprobs.where(has_target & ~empty, 0.0).sum(0).where(found, self.logprob)
+        self.of_target = l.where(has_target, 0.0).sum(0).where(here, self.of_target)
+        self.logprob = logprobs.where(has_target & ~empty, 0.0).sum(0).where(here, self.logprob)
 
     def finish(self) -> Statistics:
         """The statistics (n,) of the whole rows."""

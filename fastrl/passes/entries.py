@@ -171,14 +171,14 @@ def entry_logprobs(
         if transform.softcap:
             best_x = best.values[rows]
             (z, _), (best_z, _) = (_softcapped(y, rows, transform) for y in (x, best_x))
-            found = (z - best_z).where(x != best_x, 0.0)
+            logprobs = (z - best_z).where(x != best_x, 0.0)
         else:
-            found = _times_slope(x - best_values.index_select(0, rows), rows, transform)
-        found += best_logprobs.index_select(0, rows)
+            logprobs = _times_slope(x - best_values.index_select(0, rows), rows, transform)
+        logprobs += best_logprobs.index_select(0, rows)
         if not checked:
             ids = entries.token_ids[part]
-            found = found.where((ids >= 0) & (ids < vocab), torch.nan)
-        out[part] = found.where(there, 0.0)
+            logprobs = logprobs.where((ids >= 0) & (ids < vocab), torch.nan)
+        out[part] = logprobs.where(there, 0.0)
     return out
 
 

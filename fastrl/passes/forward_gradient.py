@@ -47,16 +47,24 @@ def row_chunks(count: int, active: int, size: int) -> list[Chunk]:
     return [Chunk(i, min(i + size, count), min(max(active - i, 0), size, count - i)) for i in starts]
 
 
+def longest(chunks: Sequence[Chunk]) -> int:
+    """The number of rows of the longest chunk."""
+    return max([chunk.stop - chunk.start for chunk in chunks], default=0)
+
+
 class GradientSums:
     """Collects the gradients of the chunks: dH by rows, dW and db summed in float32."""
 
-    def __init__(self, head: Head, used: Order, needs: Needs, one_chunk: bool, all_rows: bool, backend: str) -> None:
+    def __init__(
+        self, head: Head, used: Order, needs: Needs, one_chunk: bool, chunks: Sequence[Chunk], backend: str
+    ) -> None:
         device, shape, vocab = head.weight.device, head.weight.shape, head.entries
+        self.all_active = vocab > 0 and sum([chunk.active for chunk in chunks]) == head.hidden.shape[0]
         self.matrix, self.used = head.weight[:vocab], used
         dtype = head.weight.dtype if one_chunk else torch.float32  # one product needs no sum
         self.hidden: Tensor | None = None
         if needs.hidden:
-            make = torch.empty if all_rows else torch.zeros  # of the other rows none is written
+            make = torch.empty if self.all_active else torch.zeros  # of the other rows none is written
             self.hidden = make(head.hidden.shape, dtype=head.hidden.dtype, device=device)
         # With rows for the padding, so that no gradient is copied into a larger one.
         self.weight = empty(tuple(shape), dtype, head.weight, backend) if needs.weight else None
@@ -99,14 +107,11 @@ def forward_gradient(
     Gradients of idle rows enter no product. dL/dweight is float32, but with `one_chunk`, which says that there is one
     chunk at most, in the weight's dtype.
     """
-    n, vocab = targets.shape[0], head.entries
-    sums = GradientSums(head, used, plan.call.needs, one_chunk, all_active(chunks, n), backend)
+    vocab = head.entries
+    sums = GradientSums(head, used, plan.call.needs, one_chunk, chunks, backend)
     out = empty_terms(targets, used)
-    longest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
-    wide = plan.call.float32_logits
-    workspace = Workspace(
-        head.unpadded(), Tile(longest, vocab), used.index is not None, backend, False, wide, forms_gradient=True
-    )
+    memory = (head.unpadded(), Tile(longest(chunks), vocab), used.index is not None, backend, False)
+    workspace = Workspace(*memory, plan.call.float32_logits, forms_gradient=True)
     for number, chunk in enumerate(chunks):
         where = used.rows(slice(chunk.start, chunk.stop))
         hidden = workspace.hidden(where)
@@ -119,11 +124,6 @@ def forward_gradient(
             positions = slice(chunk.start, chunk.start + chunk.active)
             sums.add(positions, hidden[: chunk.active], gradient[: chunk.active])
     return out, sums.finish()
-
-
-def all_active(chunks: Sequence[Chunk], rows: int) -> bool:
-    """Whether the chunks have all rows, and none of them is idle."""
-    return sum([chunk.active for chunk in chunks]) == rows
 
 
 def empty_terms(targets: Tensor, used: Order) -> LossTerms:
@@ -193,31 +193,28 @@ def linear_forward_gradient(
 
     num_active: the number of `active_rows` among the valid ones, -1 if the host does not know.
     """
-    backend, num_rows, plan = run
     checks.targets_in_range(targets, mask, head.entries)
-    used, chunks = row_local_chunks(targets, mask, inputs, num_rows, num_active, plan)
+    used, chunks = active_chunks(mask, active_rows(inputs), run, num_active)
 
     def by_kernel(
         logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int, out: Tensor
     ) -> LossTerms:
         beside, part = None if out.dtype == logits.dtype else out, inputs_of(inputs, where)
-        functions: Any = row_functions(backend, logits)
+        functions: Any = row_functions(run.backend, logits)
         terms: LossTerms = functions.row_forward_gradient(logits, targets, None, transform, objective, part, beside)
         return terms
 
-    arguments = (head, targets, transform, used, chunks, by_kernel, plan.one_chunk, plan, backend)
+    arguments = (head, targets, transform, used, chunks, by_kernel, run.plan.one_chunk, run.plan, run.backend)
     results, gradients = forward_gradient(*arguments)
     return LinearLoss(results.terms[0].sum(), *results, *HeadGradients.of(gradients, head.hidden))
 
 
-def row_local_chunks(
-    targets: Tensor, mask: Tensor | None, inputs: RowInputs, num_rows: int, num_active: int, plan: Plan
-) -> tuple[Order, list[Chunk]]:
-    """The rows of a row-local objective, those that are not idle first, and their chunks."""
-    used, active = active_first(mask, active_rows(inputs), targets.shape[0], num_rows, num_active)
-    if plan.one_chunk or not used.count:
-        return used, row_chunks(used.count, active, max(used.count, 1))
-    return used, row_chunks(used.count, active, plan.tile("forward-gradient", used.count).rows)
+def active_chunks(mask: Tensor | None, active: Tensor, run: Run, num_active: int) -> tuple[Order, list[Chunk]]:
+    """The valid rows, those that are `active` (N,) bool first, and their chunks; num_active as in the operators."""
+    used, count = active_first(mask, active, active.shape[0], run.num_rows, num_active)
+    if run.plan.one_chunk or not used.count:
+        return used, row_chunks(used.count, count, max(used.count, 1))
+    return used, row_chunks(used.count, count, run.plan.tile("forward-gradient", used.count).rows)
 
 
 def fake_gradients(head: Head, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,10 +223,10 @@ def fake_gradients(head: Head, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     def empty(needed: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return head.hidden.new_empty(shape, dtype=dtype) if needed else head.hidden.new_empty(0)
 
-    wide, needs = head.weight.dtype if plan.one_chunk else torch.float32, plan.call.needs
+    of_weight, needs = head.weight.dtype if plan.one_chunk else torch.float32, plan.call.needs
     return (
         empty(needs.hidden, head.hidden.shape, head.hidden.dtype),
-        empty(needs.weight, head.weight.shape, wide),
+        empty(needs.weight, head.weight.shape, of_weight),
         empty(needs.bias, head.weight.shape[:1], torch.float32),
     )
 

@@ -44,7 +44,7 @@ from fastrl.passes.linear import (
 )
 from fastrl.passes.logits import RowStatistics, like_logits, logits_backward, statistics_of, write_gradient
 from fastrl.passes.operator import Once, Operator, saved
-from fastrl.passes.rows import Rows, rows_of
+from fastrl.passes.rows import Rows
 from fastrl.passes.shards import failure, start_gathered, without_elsewhere
 from fastrl.passes.supports import RowOptions, Supports, together
 from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs
@@ -261,7 +261,7 @@ class _Backward(Passes):
             c, gradient, undo = c * scale, gradient * scale, 1 / scale
         none = torch.full_like(c, -1, dtype=torch.int64)
         of_entries = EntryValues(entries, gradient, no_best(0, c), 0 if shard is None else shard.start)
-        rows = rows_of(active, none, transform, stats, c, None, wide, of_entries)
+        rows = Rows(none, transform, stats, c, None, wide, of_entries).ordered(active)
         super().__init__(head, active, rows, needs, run, undo, shard)
 
     def _gradient(self, hidden: Tensor, rows: Rows, columns: slice, workspace: Workspace) -> Tensor:

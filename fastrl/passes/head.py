@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -184,8 +184,7 @@ class Workspace:
         self.head, self._unit = head, PITCH if pitched else 1
         rows, width = tile.rows, weight.shape[1]
         size = rows * pitch(min(tile.columns, weight.shape[0]), self._unit)  # a tile may be that of a larger shard
-        wide = torch.float32 if float32_logits else weight.dtype
-        self._logits = make((size,), wide, weight, backend)
+        self._logits = make((size,), torch.float32 if float32_logits else weight.dtype, weight, backend)
         self._gradient = make((size,), weight.dtype, weight, backend) if float32_logits and forms_gradient else None
         self._rows = make((rows, width), weight.dtype, weight, backend) if gathers else None
         # The library may have no product of narrow factors with a float32 result: then they are copied to float32.
@@ -261,9 +260,9 @@ def add_outer(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> N
     if gradient.dtype == torch.float16 and not adds_float32:
         # The result could overflow float16, and there is no product from float16 to float32.
         for part in pieces(total.shape[0], 4 * max(gradient.shape[0], hidden.shape[1])):
-            wide = gradient[:, part].float().t()
+            factor = gradient[:, part].float().t()
             for rows in pieces(hidden.shape[0], 4 * hidden.shape[1]):
-                total[part].addmm_(wide[:, rows], hidden[rows].float(), beta=0 if first and rows.start == 0 else 1)
+                total[part].addmm_(factor[:, rows], hidden[rows].float(), beta=0 if first and rows.start == 0 else 1)
     else:
         add_product(total, gradient.t(), hidden, first)
 
@@ -365,16 +364,14 @@ def _gives_float32(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     a = torch.ones(16, 16, dtype=dtype, device=device)
-    try:
-        torch.mm(a, a, out_dtype=torch.float32)
-    except RuntimeError as error:
+    refusal = _refusal(lambda: torch.mm(a, a, out_dtype=torch.float32))
+    if refusal is not None:
         warnings.warn(
             f"fastrl forms float32 logits from float32 copies of the head, which is slower: torch {torch.__version__}"
-            f" cannot form a float32 product of {dtype} ({str(error).splitlines()[0]})",
+            f" cannot form a float32 product of {dtype} ({refusal})",
             stacklevel=2,
         )
-        return False
-    return True
+    return refusal is None
 
 
 @cache
@@ -382,16 +379,23 @@ def _accumulates_float32(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the GPU's library can add a product of this dtype to a float32 matrix; tried once, on a small matrix."""
     a = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.ones(16, 16, dtype=torch.float32, device=device)
-    try:
-        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except RuntimeError as error:
+    refusal = _refusal(lambda: torch.addmm(total, a, a, out_dtype=torch.float32, out=total))
+    if refusal is not None:
         warnings.warn(
             f"fastrl adds up the head's gradient in two passes, which is slower: torch {torch.__version__} cannot add a"
-            f" {dtype} product to a float32 matrix ({str(error).splitlines()[0]})",
+            f" {dtype} product to a float32 matrix ({refusal})",
             stacklevel=2,
         )
-        return False
-    return True
+    return refusal is None
+
+
+def _refusal(product: Callable[[], object]) -> str | None:
+    """Why torch cannot form this product; None if it can."""
+    try:
+        product()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def float16_scale(bounds: Tensor, transform: Transform) -> Tensor:

@@ -37,7 +37,7 @@ from fastrl.passes.head import (
 )
 from fastrl.passes.logits import RowStatistics, coefficients, empty_statistics, upstream
 from fastrl.passes.operator import Operator, saved
-from fastrl.passes.rows import Rows, rows_of
+from fastrl.passes.rows import Rows
 from fastrl.passes.supports import RowOptions, Supports, check_targets, outside, together
 from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs
 
@@ -67,7 +67,7 @@ def dense_statistics(
         return out
     tile = plan.tile("statistics", used.count)
     workspace = make(head, tile, used.index is not None, backend, plan.mapped, plan.call.float32_logits)
-    rows = rows_of(used, targets, options.transform, wide=wide, entries=entries)
+    rows = Rows(targets, options.transform, wide=wide, entries=entries).ordered(used)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
         chunk = _chunk_statistics(workspace, workspace.hidden(where), rows.part(part), tile.columns, backend)
@@ -148,7 +148,7 @@ class FrozenHead:
     ) -> None:
         self.head, self.backend, self.plan, self.all_statistics = head, run.backend, run.plan, all_statistics
         self.order, self.out = order(options.mask, targets.shape[0], run.num_rows), _zeros(targets)
-        self.rows = rows_of(self.order, targets, options.transform, entries=entries)
+        self.rows = Rows(targets, options.transform, entries=entries).ordered(self.order)
         count = run.plan.call.slopes
         self.slopes = [torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) for _ in range(count)]
 

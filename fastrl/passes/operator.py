@@ -366,23 +366,23 @@ def hand_over(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     A buffer that has this dtype is scaled in place: a second rounding, unless the scalar is a power of two. A float32
     buffer of a narrower gradient is scaled and rounded in one pass.
     """
-    kept = saved(ctx)
+    results = saved(ctx)
     use_up(ctx)
-    for one in kept["written"]:
+    for one in results["written"]:
         one.check()
     ctx.values = {}  # which hold what was written
     scaled: list[Tensor | None] = []
-    for gradient, need in zip(kept["gradients"], ctx.needs, strict=False):
+    for gradient, need in zip(results["gradients"], ctx.needs, strict=False):
         if gradient is None or not need:
             scaled.append(None)
             continue
         if type(gradient) is Tensor:
             gradient = gradient.data  # whose changes autograd does not report, because a second backward is refused
-            out = gradient if gradient.dtype == kept["dtype"] else torch.empty_like(gradient, dtype=kept["dtype"])
+            out = gradient if gradient.dtype == results["dtype"] else torch.empty_like(gradient, dtype=results["dtype"])
             if gradient.numel():  # a shard of the head may be empty
-                scale(gradient, upstream.float(), out, kept["backend"])
+                scale(gradient, upstream.float(), out, results["backend"])
         else:  # a compiler's fake tensor: graphs are functional, and the compiler manages memory
-            out = (gradient * upstream).to(kept["dtype"])
+            out = (gradient * upstream).to(results["dtype"])
         scaled.append(out)
     return scaled
 

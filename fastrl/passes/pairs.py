@@ -15,8 +15,15 @@ from torch import Tensor
 from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Divergence, PairStatistics, Transform
 from fastrl.passes.backward import Passes, order_of_active
-from fastrl.passes.forward_gradient import GradientSums, fake_gradients, gradients_backward, row_chunks, save_gradients
-from fastrl.passes.head import Head, HeadGradients, Order, Run, Workspace, active_first, float16_scale, order, slices
+from fastrl.passes.forward_gradient import (
+    GradientSums,
+    active_chunks,
+    fake_gradients,
+    gradients_backward,
+    longest,
+    save_gradients,
+)
+from fastrl.passes.head import Head, HeadGradients, Order, Run, Workspace, float16_scale, order, slices
 from fastrl.passes.linear import fake_gradients as fake_head_gradients
 from fastrl.passes.linear import head_backward, saved_run
 from fastrl.passes.logits import upstream
@@ -211,15 +218,11 @@ def divergence_forward_gradient(
 
     num_active: the number of valid rows whose c is not 0, or -1.
     """
-    (backend, num_rows, plan), n, vocab = run, head.hidden.shape[0], head.entries
-    used, active = active_first(mask, c != 0, n, num_rows, num_active)
-    size = max(used.count, 1)
-    if not plan.one_chunk and used.count:
-        size = plan.tile("forward-gradient", used.count).rows
-    chunks = row_chunks(used.count, active, size)
-    out = torch.zeros(n, dtype=torch.float32, device=head.hidden.device)
-    sums = GradientSums(head, used, plan.call.needs, plan.one_chunk, active == n, backend)
-    head, tile = head.unpadded(), Tile(min(size, used.count), vocab)
+    (backend, _, plan), vocab = run, head.entries
+    used, chunks = active_chunks(mask, c != 0, run, num_active)
+    out = torch.zeros(c.shape, dtype=torch.float32, device=head.hidden.device)
+    sums = GradientSums(head, used, plan.call.needs, plan.one_chunk, chunks, backend)
+    head, tile = head.unpadded(), Tile(longest(chunks), vocab)
     workspace = PairWorkspace(head, teacher, tile, used, backend, plan, True, False)
     rows = _Rows(transform, teacher_transform, c).part(used.index)
     for chunk in chunks:

@@ -14,45 +14,35 @@ from fastrl.passes.supports import restrict
 
 
 class Rows(NamedTuple):
-    """The inputs of row functions other than the logits, each (count,) or None."""
+    """The inputs of row functions other than the logits, each (count,) or None.
+
+    `row_ids`: which of the call's rows they are, where `wide` or `entries` are given.
+    """
 
     targets: Tensor
     transform: Transform
     statistics: Statistics | None = None
     c: Tensor | None = None
     h: Tensor | None = None
-    row_ids: Tensor | None = None  # int64: which of the call's rows they are, where `wide` or `entries` are given
     wide: Entries | None = None  # supports, outside of which logits become -inf
     entries: EntryValues | None = None  # whose best is the target, or whose gradients are known
+    row_ids: Tensor | None = None  # int64
 
-    def part(self, rows: slice) -> Rows:
+    def part(self, rows: Tensor | slice) -> Rows:
         """The inputs of some of the rows."""
         stats = None if self.statistics is None else Statistics(*[s[rows] for s in self.statistics])
         c, h, row_ids = [None if x is None else x[rows] for x in (self.c, self.h, self.row_ids)]
-        return Rows(self.targets[rows], self.transform.of(rows), stats, c, h, row_ids, self.wide, self.entries)
+        return Rows(self.targets[rows], self.transform.of(rows), stats, c, h, self.wide, self.entries, row_ids)
+
+    def ordered(self, used: Order) -> Rows:
+        """The inputs of an order's rows, from those of all rows (N,)."""
+        if used.index is not None:
+            return self.part(used.index)._replace(row_ids=used.index)
+        if self.wide is None and self.entries is None:
+            return self
+        return self._replace(row_ids=torch.arange(used.count, device=self.targets.device))
 
     def restrict(self, logits: Tensor, first: int, backend: str) -> None:
         """Write -inf into the logits (n, v) of entries [first, first + v) where they are outside the supports."""
         if self.wide is not None and self.row_ids is not None:
             restrict(logits, first, self.row_ids, self.wide, backend)
-
-
-def rows_of(
-    used: Order,
-    targets: Tensor,
-    transform: Transform,
-    statistics: Statistics | None = None,
-    c: Tensor | None = None,
-    h: Tensor | None = None,
-    wide: Entries | None = None,
-    entries: EntryValues | None = None,
-) -> Rows:
-    """The inputs of an order's rows, from those of all rows (N,)."""
-    row_ids = used.index
-    if row_ids is None and (wide is not None or entries is not None):
-        row_ids = torch.arange(used.count, device=targets.device)
-    if used.index is None:
-        return Rows(targets, transform, statistics, c, h, row_ids, wide, entries)
-    stats = None if statistics is None else Statistics(*[x[used.index] for x in statistics])
-    c, h = [None if x is None else x[used.index] for x in (c, h)]
-    return Rows(targets[used.index], transform.of(used.index), stats, c, h, row_ids, wide, entries)

@@ -26,15 +26,7 @@ from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import add_parts, start_add_parts
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.passes.combined import Combined
-from fastrl.passes.forward_gradient import (
-    Chunk,
-    Coefficients,
-    Gradients,
-    GradientSums,
-    all_active,
-    empty_terms,
-    inputs_of,
-)
+from fastrl.passes.forward_gradient import Chunk, Coefficients, Gradients, GradientSums, empty_terms, inputs_of, longest
 from fastrl.passes.head import Head, Order, Run, Workspace, add_product, slices, store_product, store_rows
 from fastrl.passes.linear import FrozenHead, gradient_of_slopes, gradients_of, no_statistics, saved_run
 from fastrl.passes.linear import statistics_of as linear_statistics_of
@@ -291,16 +283,16 @@ class _ShardedSums(GradientSums):
         used: Order,
         needs: Needs,
         one_chunk: bool,
-        all_rows: bool,
+        chunks: Sequence[Chunk],
         backend: str,
         shard: VocabularyShard,
     ) -> None:
-        super().__init__(head, used, needs, one_chunk, all_rows, backend)
+        super().__init__(head, used, needs, one_chunk, chunks, backend)
         self.group = shard.group if shard.reduces and needs.hidden else None
         self.parts: Tensor | None = None
         self.wait: Callable[[], None] | None = None
         if self.group is not None and head.hidden.dtype != torch.float32:
-            make, shape = torch.empty if all_rows else torch.zeros, (used.count, head.hidden.shape[1])
+            make, shape = torch.empty if self.all_active else torch.zeros, (used.count, head.hidden.shape[1])
             self.parts = make(shape, dtype=torch.float32, device=head.hidden.device)
 
     def add_chunk(self, positions: slice, hidden: Tensor, gradient: Tensor, last: bool) -> None:
@@ -356,14 +348,11 @@ def forward_gradient(
 
     A chunk's statistics travel between the ranks while the product of the next is computed.
     """
-    needs, everything = plan.call.needs, all_active(chunks, targets.shape[0]) and head.entries > 0
-    sums = _ShardedSums(head, used, needs, one_chunk, everything, backend, shard)
+    sums = _ShardedSums(head, used, plan.call.needs, one_chunk, chunks, backend, shard)
     out, whole = empty_terms(targets, used), slice(0, head.entries)
-    longest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
-    tile, wide = Tile(longest, head.entries), plan.call.float32_logits
+    memory = (head.unpadded(), Tile(longest(chunks), head.entries), used.index is not None, backend, False)
     workspaces = [
-        Workspace(head.unpadded(), tile, used.index is not None, backend, False, wide, forms_gradient=True)
-        for _ in range(min(max(len(chunks), 1), 2))
+        Workspace(*memory, plan.call.float32_logits, forms_gradient=True) for _ in range(min(max(len(chunks), 1), 2))
     ]
     last = max([number for number, chunk in enumerate(chunks) if chunk.active], default=-1)
     begun: list[tuple[int, Tensor, Tensor, Callable[[], Statistics]]] = []

@@ -480,8 +480,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/passes/backward.py",
-        "add_inner(total, gradient, self.head.weight[columns], first=columns.start == 0)",
-        "add_inner(total, gradient, self.head.weight[columns], first=True)",
+        "add_product(total, gradient, self.head.weight[columns], first=columns.start == 0)",
+        "add_product(total, gradient, self.head.weight[columns], first=True)",
         "a sum: dL/dhidden of the last slice of the vocabulary alone",
         "planning/test_plans.py::test_plans_agree_with_float64",
     ),
@@ -501,8 +501,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/passes/rows.py",
-        "return Rows(targets[used.index], transform.of(used.index), stats,",
-        "return Rows(targets[used.index], transform, stats,",
+        "return Rows(self.targets[rows], self.transform.of(rows), stats,",
+        "return Rows(self.targets[rows], self.transform, stats,",
         "an order: a row is given the temperature of a masked one",
         "planning/test_plans.py::test_options",
     ),
@@ -522,8 +522,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/passes/backward.py",
-        "active, undo = order_of_active(mask, c, num_rows, h, stats.logprobs), None",
-        "active, undo = order_of_active(mask, c, num_rows, h), None",
+        "active, undo = order_of_active(mask, c, run.num_rows, h, stats.logprobs), None",
+        "active, undo = order_of_active(mask, c, run.num_rows, h), None",
         "a NaN is lost: in a row whose coefficient is 0",
         "losses/test_robustness.py::test_nan_reaches_the_gradients_of_a_head_where_the_loss_stops_its_row",
     ),
