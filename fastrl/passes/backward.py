@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Statistics
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import add_parts
@@ -276,6 +275,5 @@ def row_gradient_of(workspace: Workspace, hidden: Tensor, rows: Rows, columns: s
     logits = workspace.logits(hidden, columns)
     rows.restrict(logits, columns.start, backend)
     gradient = workspace.gradient(logits)
-    arguments = (None, rows.transform, rows.statistics, rows.c, rows.h)
-    row_functions(backend, logits).row_gradient(logits[None], rows.targets - columns.start, *arguments, gradient[None])
+    rows.write_gradient(logits, columns.start, backend, gradient)
     return gradient

@@ -69,13 +69,9 @@ class GradientSums:
         # With rows for the padding, so that no gradient is copied into a larger one.
         self.weight = empty(tuple(shape), dtype, head.weight, backend) if needs.weight else None
         self.bias = torch.zeros(shape[0], dtype=torch.float32, device=device) if needs.bias else None
-        weight = bias = None
-        if self.weight is not None:
-            weight = self.weight[:vocab]
-            if vocab < shape[0]:
-                self.weight[vocab:].zero_()
-        if self.bias is not None:
-            bias = self.bias[:vocab]
+        if self.weight is not None and vocab < shape[0]:
+            self.weight[vocab:].zero_()
+        weight, bias = (None if x is None else x[:vocab] for x in (self.weight, self.bias))
         self.head = HeadSums(weight, bias, direct=one_chunk)
 
     def add(self, positions: slice, hidden: Tensor, gradient: Tensor) -> None:
@@ -217,18 +213,10 @@ def active_chunks(mask: Tensor | None, active: Tensor, run: Run, num_active: int
     return used, row_chunks(used.count, count, run.plan.tile("forward-gradient", used.count).rows)
 
 
-def fake_gradients(head: Head, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def fake_gradients(head: Head, plan: Plan) -> HeadGradients:
     """Uninitialised gradients as the forward makes them; empty if not needed."""
-
-    def empty(needed: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return head.hidden.new_empty(shape, dtype=dtype) if needed else head.hidden.new_empty(0)
-
-    of_weight, needs = head.weight.dtype if plan.one_chunk else torch.float32, plan.call.needs
-    return (
-        empty(needs.hidden, head.hidden.shape, head.hidden.dtype),
-        empty(needs.weight, head.weight.shape, of_weight),
-        empty(needs.bias, head.weight.shape[:1], torch.float32),
-    )
+    of_weight = None if plan.one_chunk else torch.float32
+    return HeadGradients.uninitialised(head, plan.call.needs, of_weight, torch.float32)
 
 
 @linear_forward_gradient.register_fake

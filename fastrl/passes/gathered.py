@@ -46,7 +46,7 @@ from fastrl.passes.logits import RowStatistics, like_logits, logits_backward, st
 from fastrl.passes.operator import Once, Operator, saved
 from fastrl.passes.rows import Rows
 from fastrl.passes.shards import failure, start_gathered, without_elsewhere
-from fastrl.passes.supports import RowOptions, Supports, together
+from fastrl.passes.supports import RowOptions, together
 from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs
 
 # --- from logits ------------------------------------------------------------------------------------------------------
@@ -96,16 +96,10 @@ def gathered_rows(
     return GatheredRows(logprobs, values, stats.maximum.clone(), stats.log_sum.clone(), stats.values)
 
 
-def _recorded(supports: Supports | None) -> int:
-    """The number of the supports' entries."""
-    return 0 if supports is None else supports.support.token_ids.shape[0]
-
-
 def _empty_rows(logits: Tensor, entries: Entries, options: RowOptions, **_: Any) -> GatheredRows:
     """Uninitialised results."""
-    rows, recorded = entries.offsets.shape[0] - 1, _recorded(options.supports)
-    nnz = entries.token_ids.shape[0]
-    return GatheredRows(*(logits.new_empty(n, dtype=wide_dtype(logits)) for n in (nnz, nnz, rows, rows, recorded)))
+    rows, nnz, dtype = entries.offsets.shape[0] - 1, entries.token_ids.shape[0], wide_dtype(logits)
+    return GatheredRows(*(logits.new_empty(n, dtype=dtype) for n in (nnz, nnz, rows, rows, options.entries)))
 
 
 gathered_rows.register_fake(_empty_rows)
@@ -229,7 +223,7 @@ def linear_gathered(head: Head, entries: Entries, options: RowOptions, run: Run)
 @linear_gathered.register_fake
 def _(head: Head, entries: Entries, options: RowOptions, run: Run) -> Gathered:
     count, frozen = entries.offsets.shape[0] - 1, run.plan.name == "frozen-head"
-    rows, recorded = 0 if frozen else count, _recorded(options.supports)
+    rows, recorded = 0 if frozen else count, options.entries
     logprobs, values, maximum, log_sum, support_values = (
         head.hidden.new_empty(n, dtype=torch.float32) for n in (*entries.token_ids.shape * 2, rows, rows, recorded)
     )

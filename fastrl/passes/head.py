@@ -19,7 +19,7 @@ from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Transform
 from fastrl.base.pages import mapped
 from fastrl.planning.plans import Plan
-from fastrl.planning.tiling import PIECE_BYTES, PITCH, Tile, pitch
+from fastrl.planning.tiling import PIECE_BYTES, PITCH, Needs, Tile, pitch
 
 #: Bytes from which memory is mapped if it must return to the system when freed. malloc keeps memory below an allocation
 #: in use and puts the larger tile of the next pass beside the hole: 18.8 MiB were resident instead of the planned 12.5.
@@ -78,6 +78,18 @@ class HeadGradients(NamedTuple):
     def of(cls, gradients: Iterable[Tensor | None], hidden: Tensor) -> HeadGradients:
         """From gradients of which those not needed are None."""
         return cls(*[hidden.new_empty(0) if g is None else g for g in gradients])
+
+    @classmethod
+    def uninitialised(
+        cls, head: Head, needs: Needs, weight: torch.dtype | None = None, bias: torch.dtype | None = None
+    ) -> HeadGradients:
+        """Gradients of these dtypes, by default the head's, as fakes give them."""
+        kinds = ((head.hidden.shape, None), (head.weight.shape, weight), (head.weight.shape[:1], bias))
+        made = [
+            head.hidden.new_empty(shape, dtype=dtype) if need else None
+            for (shape, dtype), need in zip(kinds, needs, strict=True)
+        ]
+        return cls.of(made, head.hidden)
 
 
 @dataclass(frozen=True)

@@ -342,8 +342,7 @@ def linear_gradient(
 
 def fake_gradients(head: Head, needs: Needs, **_: Any) -> HeadGradients:
     """Uninitialised gradients; empty if not needed."""
-    shapes = (head.hidden.shape, head.weight.shape, head.weight.shape[:1])
-    return HeadGradients(*(head.hidden.new_empty(s if need else (0,)) for s, need in zip(shapes, needs, strict=True)))
+    return HeadGradients.uninitialised(head, needs)
 
 
 linear_gradient.register_fake(fake_gradients)

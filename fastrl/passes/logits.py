@@ -67,8 +67,7 @@ def row_statistics(
 
 def empty_statistics(targets: Tensor, options: RowOptions, **_: Any) -> RowStatistics:
     """Uninitialised statistics of the targets' rows, and logits of the supports' entries."""
-    entries = 0 if options.supports is None else options.supports.support.token_ids.shape[0]
-    shapes = (targets.shape,) * 4 + ((entries,),)
+    shapes = (targets.shape,) * 4 + ((options.entries,),)
     return RowStatistics(*(targets.new_empty(shape, dtype=torch.float32) for shape in shapes))
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Entries, Statistics, Transform
 from fastrl.passes.entries import EntryValues
 from fastrl.passes.head import Order
@@ -46,3 +47,9 @@ class Rows(NamedTuple):
         """Write -inf into the logits (n, v) of entries [first, first + v) where they are outside the supports."""
         if self.wide is not None and self.row_ids is not None:
             restrict(logits, first, self.row_ids, self.wide, backend)
+
+    def write_gradient(self, logits: Tensor, first: int, backend: str, out: Tensor) -> None:
+        """Write dL/dlogits (n, v) of entries [first, first + v), from the statistics, c and h; a shard may be empty."""
+        if logits.shape[1]:
+            of_rows = (self.targets - first, None, self.transform, self.statistics, self.c, self.h)
+            row_functions(backend, logits).row_gradient(logits[None], *of_rows, out[None])

@@ -198,35 +198,16 @@ def _statistics_backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor 
     return gradients_of(**inputs, **coefficients(d_logprobs, d_entropy), needs=Needs(*ctx.needs))  # type: ignore[arg-type]
 
 
-def _start_statistics(
-    logits: Tensor, targets: Tensor, transform: Transform, backend: str, shard: VocabularyShard
-) -> Callable[[], Statistics]:
-    """Starts to form the statistics of rows from this rank's logits (1, n, v) and those of the others.
+def _start_statistics(logits: Tensor, rows: Rows, backend: str, shard: VocabularyShard) -> Callable[[], Statistics]:
+    """Starts to form the statistics of rows from this rank's logits (n, v) and those of the others.
 
-    Targets (n,) are those of the whole vocabulary. The call of what it returns waits for the other ranks.
+    Targets are those of the whole vocabulary. The call of what it returns waits for the other ranks.
     """
-    if not logits.shape[-1]:
-        return start_gathered(no_statistics(targets), targets, shard)
-    local = row_functions(backend, logits).row_statistics(logits, targets - shard.start, None, transform)
-    return start_gathered(local, targets, shard)
-
-
-def _write_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    transform: Transform,
-    statistics: Statistics,
-    c: Tensor,
-    h: Tensor | None,
-    backend: str,
-    shard: VocabularyShard,
-    out: Tensor,
-) -> None:
-    """`row_gradient` of this rank's logits (1, n, v), from the statistics of whole rows."""
-    if logits.shape[-1]:
-        row_functions(backend, logits).row_gradient(
-            logits, targets - shard.start, None, transform, statistics, c, h, out
-        )
+    if not logits.shape[1]:
+        return start_gathered(no_statistics(rows.targets), rows.targets, shard)
+    functions: Any = row_functions(backend, logits)
+    local = functions.row_statistics(logits[None], rows.targets - shard.start, None, rows.transform)
+    return start_gathered(local, rows.targets, shard)
 
 
 class _FrozenHead(FrozenHead):
@@ -249,7 +230,7 @@ class _FrozenHead(FrozenHead):
                 store_rows(self.slopes[slope], self.order.rows(slice(0, self.order.count)), total, None)
 
     def _statistics(self, logits: Tensor, rows: Rows) -> Statistics:
-        return _start_statistics(logits[None], rows.targets, rows.transform, self.backend, self.shard)()
+        return _start_statistics(logits, rows, self.backend, self.shard)()
 
     def _write_gradient(
         self, vector: int, logits: Tensor, rows: Rows, where: Tensor | slice, scale: float | Tensor, out: Tensor
@@ -258,7 +239,7 @@ class _FrozenHead(FrozenHead):
         assert stats is not None
         one = scale if isinstance(scale, Tensor) else torch.full_like(stats.logprobs, scale)
         c, h = (torch.zeros_like(one), one) if vector else (one, None)
-        _write_gradient(logits[None], rows.targets, rows.transform, stats, c, h, self.backend, self.shard, out[None])
+        rows._replace(c=c, h=h).write_gradient(logits, self.shard.start, self.backend, out)
 
     def _store(self, vector: int, places: slice, where: Tensor | slice, gradient: Tensor) -> None:
         if self.parts:
@@ -355,17 +336,16 @@ def forward_gradient(
         Workspace(*memory, plan.call.float32_logits, forms_gradient=True) for _ in range(min(max(len(chunks), 1), 2))
     ]
     last = max([number for number, chunk in enumerate(chunks) if chunk.active], default=-1)
-    begun: list[tuple[int, Tensor, Tensor, Callable[[], Statistics]]] = []
+    begun: list[tuple[int, Tensor, Tensor, Rows, Callable[[], Statistics]]] = []
 
     def end() -> None:
         """Forms the gradient of the chunk that was begun first."""
-        number, hidden, logits, statistics = begun.pop(0)
+        number, hidden, logits, rows, statistics = begun.pop(0)
         chunk = chunks[number]
         where = used.rows(slice(chunk.start, chunk.stop))
         stats, gradient = statistics(), workspaces[number % len(workspaces)].gradient(logits)
         terms, c, h = chunk_coefficients(stats, where, number)
-        of_rows = (targets[where], transform.of(where), stats, c, h)
-        _write_gradient(logits[None], *of_rows, backend, shard, gradient[None])
+        rows._replace(statistics=stats, c=c, h=h).write_gradient(logits, shard.start, backend, gradient)
         out.logprobs[where], out.entropy[where], out.terms[:, where] = stats.logprobs, stats.entropy, terms
         if chunk.active:
             positions = slice(chunk.start, chunk.start + chunk.active)
@@ -377,9 +357,10 @@ def forward_gradient(
             where, workspace = used.rows(slice(chunk.start, chunk.stop)), workspaces[number % len(workspaces)]
             hidden = workspace.hidden(where)
             logits = workspace.logits(hidden, whole)
-            statistics = _start_statistics(logits[None], targets[where], transform.of(where), backend, shard)
+            rows = Rows(targets[where], transform.of(where))
+            statistics = _start_statistics(logits, rows, backend, shard)
             started += 1
-            begun.append((number, hidden, logits, statistics))
+            begun.append((number, hidden, logits, rows, statistics))
             if len(begun) == len(workspaces):
                 end()
         while begun:

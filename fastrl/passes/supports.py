@@ -29,6 +29,11 @@ class RowOptions(NamedTuple):
     supports: Supports | None = None
 
     @property
+    def entries(self) -> int:
+        """The number of the supports' entries."""
+        return 0 if self.supports is None else self.supports.support.token_ids.shape[0]
+
+    @property
     def dense(self) -> tuple[Tensor | None, Entries | None]:
         """The mask of the rows that take the dense kernels, and the supports of those that have one."""
         return (self.mask, None) if self.supports is None else (self.supports.dense, self.supports.wide)
