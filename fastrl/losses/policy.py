@@ -261,7 +261,7 @@ def _logits_forward_gradient(
         rows = as_rows(logits.detach(), consume)
         consumed.refuse(rows)
         out = None if consume else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        with consumed.kept(rows):
+        with consumed.marks_stay(rows):
             own = None if out is None else out[..., :vocab]
             functions = row_functions(backend, rows)
             result: LossTerms = functions.row_forward_gradient(rows[..., :vocab], *arguments, spec, inputs, own)

@@ -1,6 +1,6 @@
 """Marks logits whose memory was overwritten by their gradient, so that no later call reads the gradient as logits.
 
-The mark is kept on the storage, which views and detached aliases share, with the version of the tensor after the
+The mark is on the storage, which views and detached aliases share, with the version of the tensor after the
 gradient was written: once an in-place operation writes new logits, the version differs and the mark no longer applies.
 """
 
@@ -79,7 +79,7 @@ class Written:
 
 
 @contextmanager
-def kept(tensor: Tensor) -> Iterator[None]:
+def marks_stay(tensor: Tensor) -> Iterator[None]:
     """Keeps the marks on the tensor's storage although the tensor is written to inside the context."""
     before = tensor._version
     yield

@@ -40,6 +40,11 @@ class Chunk(NamedTuple):
     stop: int
     active: int
 
+    @property
+    def places(self) -> slice:
+        """Its rows' positions in the order."""
+        return slice(self.start, self.stop)
+
 
 def row_chunks(count: int, active: int, size: int) -> list[Chunk]:
     """Chunks of at most `size` rows of an order of `count` rows, of which the first `active` are not idle."""
@@ -56,7 +61,7 @@ class GradientSums:
     """Collects the gradients of the chunks: dH by rows, dW and db summed in float32."""
 
     def __init__(
-        self, head: Head, used: Order, needs: Needs, one_chunk: bool, chunks: Sequence[Chunk], backend: str
+        self, head: Head, used: Order, chunks: Sequence[Chunk], needs: Needs, one_chunk: bool, backend: str
     ) -> None:
         device, shape, vocab = head.weight.device, head.weight.shape, head.entries
         self.all_active = vocab > 0 and sum([chunk.active for chunk in chunks]) == head.hidden.shape[0]
@@ -74,11 +79,19 @@ class GradientSums:
         weight, bias = (None if x is None else x[:vocab] for x in (self.weight, self.bias))
         self.head = HeadSums(weight, bias, direct=one_chunk)
 
-    def add(self, positions: slice, hidden: Tensor, gradient: Tensor) -> None:
-        """Add rows at these positions of the order: hidden (n, H), dL/dlogits (n, V)."""
-        if self.hidden is not None:
-            store_product(self.hidden, self.used.rows(positions), gradient, self.matrix)
+    def add(self, chunk: Chunk, hidden: Tensor, gradient: Tensor) -> None:
+        """Add a chunk, hidden (n, H) and dL/dlogits (n, V), without its idle rows."""
+        if not chunk.active:
+            return
+        hidden, gradient = hidden[: chunk.active], gradient[: chunk.active]
+        self._store_hidden(chunk, gradient)
         self.head.add(gradient, hidden)
+
+    def _store_hidden(self, chunk: Chunk, gradient: Tensor) -> None:
+        """Store dL/dhidden of a chunk's active rows."""
+        if self.hidden is not None:
+            where = self.used.rows(slice(chunk.start, chunk.start + chunk.active))
+            store_product(self.hidden, where, gradient, self.matrix)
 
     def finish(self) -> Gradients:
         """dL/d(hidden, weight, bias)."""
@@ -104,21 +117,19 @@ def forward_gradient(
     chunk at most, in the weight's dtype.
     """
     vocab = head.entries
-    sums = GradientSums(head, used, plan.call.needs, one_chunk, chunks, backend)
+    sums = GradientSums(head, used, chunks, plan.call.needs, one_chunk, backend)
     out = empty_terms(targets, used)
     memory = (head.unpadded(), Tile(longest(chunks), vocab), used.index is not None, backend, False)
     workspace = Workspace(*memory, plan.call.float32_logits, forms_gradient=True)
     for number, chunk in enumerate(chunks):
-        where = used.rows(slice(chunk.start, chunk.stop))
+        where = used.rows(chunk.places)
         hidden = workspace.hidden(where)
         logits = workspace.logits(hidden, slice(0, vocab))
         gradient = workspace.gradient(logits)
         of_rows = transform if transform.temperatures is None else transform.of(where)
         terms = chunk_gradient(logits[None], targets[where], of_rows, where, number, gradient[None])
         out.logprobs[where], out.entropy[where], out.terms[:, where] = terms
-        if chunk.active:
-            positions = slice(chunk.start, chunk.start + chunk.active)
-            sums.add(positions, hidden[: chunk.active], gradient[: chunk.active])
+        sums.add(chunk, hidden, gradient)
     return out, sums.finish()
 
 

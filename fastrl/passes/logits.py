@@ -200,7 +200,7 @@ def logits_backward(
         if not arguments.pop("consume") or is_traced(arguments["logits"]):
             return (gradient(**arguments),)
         logits = arguments["logits"] = arguments["logits"].detach()
-        with consumed.kept(logits):
+        with consumed.marks_stay(logits):
             write(**arguments, out=logits)
             torch.autograd.graph.increment_version(logits)  # so that autograd raises if another operation saved them
         consumed.mark(logits)

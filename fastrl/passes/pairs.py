@@ -221,13 +221,12 @@ def divergence_forward_gradient(
     (backend, _, plan), vocab = run, head.entries
     used, chunks = active_chunks(mask, c != 0, run, num_active)
     out = torch.zeros(c.shape, dtype=torch.float32, device=head.hidden.device)
-    sums = GradientSums(head, used, plan.call.needs, plan.one_chunk, chunks, backend)
+    sums = GradientSums(head, used, chunks, plan.call.needs, plan.one_chunk, backend)
     head, tile = head.unpadded(), Tile(longest(chunks), vocab)
     workspace = PairWorkspace(head, teacher, tile, used, backend, plan, True, False)
     rows = _Rows(transform, teacher_transform, c).part(used.index)
     for chunk in chunks:
-        places = slice(chunk.start, chunk.stop)
-        where, inputs = used.rows(places), rows.part(places)
+        where, inputs = used.rows(chunk.places), rows.part(chunk.places)
         hidden = workspace.hidden(where)
         logits = workspace.logits(hidden, _whole(head))
         arguments = (logits, workspace.teacher_logits(_whole(head)), *inputs[:2], divergence)
@@ -238,8 +237,7 @@ def divergence_forward_gradient(
         gradient = workspace.gradient(logits)
         beside = None if gradient is logits else gradient
         out[where] = row_kernels.pair_forward_gradient(*arguments, inputs.c, beside).divergence
-        positions = slice(chunk.start, chunk.start + chunk.active)
-        sums.add(positions, hidden[: chunk.active], gradient[: chunk.active])
+        sums.add(chunk, hidden, gradient)
     return LinearDivergence(weighted_sum(out, c), out, *HeadGradients.of(sums.finish(), head.hidden))
 
 

@@ -259,32 +259,24 @@ class _ShardedSums(GradientSums):
     """
 
     def __init__(
-        self,
-        head: Head,
-        used: Order,
-        needs: Needs,
-        one_chunk: bool,
-        chunks: Sequence[Chunk],
-        backend: str,
-        shard: VocabularyShard,
+        self, shard: VocabularyShard, head: Head, used: Order, chunks: Sequence[Chunk], needs: Needs, *args: Any
     ) -> None:
-        super().__init__(head, used, needs, one_chunk, chunks, backend)
+        super().__init__(head, used, chunks, needs, *args)
         self.group = shard.group if shard.reduces and needs.hidden else None
+        self.last = max([chunk for chunk in chunks if chunk.active], default=None)
         self.parts: Tensor | None = None
         self.wait: Callable[[], None] | None = None
         if self.group is not None and head.hidden.dtype != torch.float32:
             make, shape = torch.empty if self.all_active else torch.zeros, (used.count, head.hidden.shape[1])
             self.parts = make(shape, dtype=torch.float32, device=head.hidden.device)
 
-    def add_chunk(self, positions: slice, hidden: Tensor, gradient: Tensor, last: bool) -> None:
-        """Add rows at these positions of the order: hidden (n, H), dL/dlogits (n, V)."""
-        if self.parts is not None:
-            add_product(self.parts[positions], gradient, self.matrix, first=True)
-        elif self.hidden is not None:
-            store_product(self.hidden, self.used.rows(positions), gradient, self.matrix)
-        if last:
+    def _store_hidden(self, chunk: Chunk, gradient: Tensor) -> None:
+        if self.parts is None:
+            super()._store_hidden(chunk, gradient)
+        else:
+            add_product(self.parts[chunk.start : chunk.start + chunk.active], gradient, self.matrix, first=True)
+        if chunk is self.last:
             self._start_sum()
-        self.head.add(gradient, hidden)
 
     def _start_sum(self) -> None:
         if self.group is not None and self.wait is None:
@@ -329,32 +321,29 @@ def forward_gradient(
 
     A chunk's statistics travel between the ranks while the product of the next is computed.
     """
-    sums = _ShardedSums(head, used, plan.call.needs, one_chunk, chunks, backend, shard)
+    sums = _ShardedSums(shard, head, used, chunks, plan.call.needs, one_chunk, backend)
     out, whole = empty_terms(targets, used), slice(0, head.entries)
     memory = (head.unpadded(), Tile(longest(chunks), head.entries), used.index is not None, backend, False)
     workspaces = [
         Workspace(*memory, plan.call.float32_logits, forms_gradient=True) for _ in range(min(max(len(chunks), 1), 2))
     ]
-    last = max([number for number, chunk in enumerate(chunks) if chunk.active], default=-1)
     begun: list[tuple[int, Tensor, Tensor, Rows, Callable[[], Statistics]]] = []
 
     def end() -> None:
         """Forms the gradient of the chunk that was begun first."""
         number, hidden, logits, rows, statistics = begun.pop(0)
         chunk = chunks[number]
-        where = used.rows(slice(chunk.start, chunk.stop))
+        where = used.rows(chunk.places)
         stats, gradient = statistics(), workspaces[number % len(workspaces)].gradient(logits)
         terms, c, h = chunk_coefficients(stats, where, number)
         rows._replace(statistics=stats, c=c, h=h).write_gradient(logits, shard.start, backend, gradient)
         out.logprobs[where], out.entropy[where], out.terms[:, where] = stats.logprobs, stats.entropy, terms
-        if chunk.active:
-            positions = slice(chunk.start, chunk.start + chunk.active)
-            sums.add_chunk(positions, hidden[: chunk.active], gradient[: chunk.active], number == last)
+        sums.add(chunk, hidden, gradient)
 
     started = 0
     try:
         for number, chunk in enumerate(chunks):
-            where, workspace = used.rows(slice(chunk.start, chunk.stop)), workspaces[number % len(workspaces)]
+            where, workspace = used.rows(chunk.places), workspaces[number % len(workspaces)]
             hidden = workspace.hidden(where)
             logits = workspace.logits(hidden, whole)
             rows = Rows(targets[where], transform.of(where))
@@ -383,7 +372,7 @@ def _release(
     """
     seen = checks.values_are_checked(targets)
     for chunk in chunks[:ahead] if seen else chunks:
-        ids = targets[used.rows(slice(chunk.start, chunk.stop))]
+        ids = targets[used.rows(chunk.places)]
         start_gather(torch.stack(failure(ids)), shard.group)()
     if not (seen and chunks):
         sums.fail()
