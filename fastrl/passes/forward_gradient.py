@@ -40,21 +40,11 @@ class Chunk(NamedTuple):
     stop: int
     active: int
 
-    @property
-    def places(self) -> slice:
-        """Its rows' positions in the order."""
-        return slice(self.start, self.stop)
-
 
 def row_chunks(count: int, active: int, size: int) -> list[Chunk]:
     """Chunks of at most `size` rows of an order of `count` rows, of which the first `active` are not idle."""
     starts = range(0, count, size)
     return [Chunk(i, min(i + size, count), min(max(active - i, 0), size, count - i)) for i in starts]
-
-
-def longest(chunks: Sequence[Chunk]) -> int:
-    """The number of rows of the longest chunk."""
-    return max([chunk.stop - chunk.start for chunk in chunks], default=0)
 
 
 class GradientSums:
@@ -64,7 +54,9 @@ class GradientSums:
         self, head: Head, used: Order, chunks: Sequence[Chunk], needs: Needs, one_chunk: bool, backend: str
     ) -> None:
         device, shape, vocab = head.weight.device, head.weight.shape, head.entries
-        self.all_active = vocab > 0 and sum([chunk.active for chunk in chunks]) == head.hidden.shape[0]
+        active = sum([chunk.active for chunk in chunks])
+        self.all_active = vocab > 0 and active == head.hidden.shape[0]
+        self.longest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
         self.matrix, self.used = head.weight[:vocab], used
         dtype = head.weight.dtype if one_chunk else torch.float32  # one product needs no sum
         self.hidden: Tensor | None = None
@@ -74,10 +66,12 @@ class GradientSums:
         # With rows for the padding, so that no gradient is copied into a larger one.
         self.weight = empty(tuple(shape), dtype, head.weight, backend) if needs.weight else None
         self.bias = torch.zeros(shape[0], dtype=torch.float32, device=device) if needs.bias else None
-        if self.weight is not None and vocab < shape[0]:
-            self.weight[vocab:].zero_()
+        unfilled = vocab if active else 0  # from this row on no chunk writes
+        if self.weight is not None and unfilled < shape[0]:
+            self.weight[unfilled:].zero_()
         weight, bias = (None if x is None else x[:vocab] for x in (self.weight, self.bias))
         self.head = HeadSums(weight, bias, direct=one_chunk)
+        self.gradients: Gradients = (self.hidden, self.weight, self.bias)
 
     def add(self, chunk: Chunk, hidden: Tensor, gradient: Tensor) -> None:
         """Add a chunk, hidden (n, H) and dL/dlogits (n, V), without its idle rows."""
@@ -92,12 +86,6 @@ class GradientSums:
         if self.hidden is not None:
             where = self.used.rows(slice(chunk.start, chunk.start + chunk.active))
             store_product(self.hidden, where, gradient, self.matrix)
-
-    def finish(self) -> Gradients:
-        """dL/d(hidden, weight, bias)."""
-        if self.head.weight is not None and self.head.first:
-            self.head.weight.zero_()
-        return self.hidden, self.weight, self.bias
 
 
 def forward_gradient(
@@ -119,10 +107,10 @@ def forward_gradient(
     vocab = head.entries
     sums = GradientSums(head, used, chunks, plan.call.needs, one_chunk, backend)
     out = empty_terms(targets, used)
-    memory = (head.unpadded(), Tile(longest(chunks), vocab), used.index is not None, backend, False)
+    memory = (head.unpadded(), Tile(sums.longest, vocab), used.index is not None, backend, False)
     workspace = Workspace(*memory, plan.call.float32_logits, forms_gradient=True)
     for number, chunk in enumerate(chunks):
-        where = used.rows(chunk.places)
+        where = used.rows(slice(chunk.start, chunk.stop))
         hidden = workspace.hidden(where)
         logits = workspace.logits(hidden, slice(0, vocab))
         gradient = workspace.gradient(logits)
@@ -130,7 +118,7 @@ def forward_gradient(
         terms = chunk_gradient(logits[None], targets[where], of_rows, where, number, gradient[None])
         out.logprobs[where], out.entropy[where], out.terms[:, where] = terms
         sums.add(chunk, hidden, gradient)
-    return out, sums.finish()
+    return out, sums.gradients
 
 
 def empty_terms(targets: Tensor, used: Order) -> LossTerms:

@@ -20,7 +20,6 @@ from fastrl.passes.forward_gradient import (
     active_chunks,
     fake_gradients,
     gradients_backward,
-    longest,
     save_gradients,
 )
 from fastrl.passes.head import Head, HeadGradients, Order, Run, Workspace, float16_scale, order, slices
@@ -222,11 +221,12 @@ def divergence_forward_gradient(
     used, chunks = active_chunks(mask, c != 0, run, num_active)
     out = torch.zeros(c.shape, dtype=torch.float32, device=head.hidden.device)
     sums = GradientSums(head, used, chunks, plan.call.needs, plan.one_chunk, backend)
-    head, tile = head.unpadded(), Tile(longest(chunks), vocab)
+    head, tile = head.unpadded(), Tile(sums.longest, vocab)
     workspace = PairWorkspace(head, teacher, tile, used, backend, plan, True, False)
     rows = _Rows(transform, teacher_transform, c).part(used.index)
     for chunk in chunks:
-        where, inputs = used.rows(chunk.places), rows.part(chunk.places)
+        places = slice(chunk.start, chunk.stop)
+        where, inputs = used.rows(places), rows.part(places)
         hidden = workspace.hidden(where)
         logits = workspace.logits(hidden, _whole(head))
         arguments = (logits, workspace.teacher_logits(_whole(head)), *inputs[:2], divergence)
@@ -238,7 +238,7 @@ def divergence_forward_gradient(
         beside = None if gradient is logits else gradient
         out[where] = row_kernels.pair_forward_gradient(*arguments, inputs.c, beside).divergence
         sums.add(chunk, hidden, gradient)
-    return LinearDivergence(weighted_sum(out, c), out, *HeadGradients.of(sums.finish(), head.hidden))
+    return LinearDivergence(weighted_sum(out, c), out, *HeadGradients.of(sums.gradients, head.hidden))
 
 
 @divergence_forward_gradient.register_fake

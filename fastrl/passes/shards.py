@@ -26,8 +26,8 @@ from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import add_parts, start_add_parts
 from fastrl.objectives.rows import RowInputs, RowObjective
 from fastrl.passes.combined import Combined
-from fastrl.passes.forward_gradient import Chunk, Coefficients, Gradients, GradientSums, empty_terms, inputs_of, longest
-from fastrl.passes.head import Head, Order, Run, Workspace, add_product, slices, store_product, store_rows
+from fastrl.passes.forward_gradient import Chunk, Coefficients, Gradients, GradientSums, empty_terms, inputs_of
+from fastrl.passes.head import Head, Order, Run, Workspace, add_product, slices, store_rows
 from fastrl.passes.linear import FrozenHead, gradient_of_slopes, gradients_of, no_statistics, saved_run
 from fastrl.passes.linear import statistics_of as linear_statistics_of
 from fastrl.passes.logits import RowStatistics, coefficients, row_backward, statistics_of
@@ -294,15 +294,13 @@ class _ShardedSums(GradientSums):
         if self.wait is not None:
             self.wait()
 
-    def finish(self) -> Gradients:
-        """dL/d(hidden, weight, bias)."""
-        gradients = super().finish()
+    def finish(self) -> None:
+        """Waits for the sum of dH over the group."""
         self._start_sum()
         if self.wait is not None:
             self.wait()
         if self.parts is not None and self.hidden is not None:
             store_rows(self.hidden, self.used.rows(slice(0, self.used.count)), self.parts, None)
-        return gradients
 
 
 def forward_gradient(
@@ -323,7 +321,7 @@ def forward_gradient(
     """
     sums = _ShardedSums(shard, head, used, chunks, plan.call.needs, one_chunk, backend)
     out, whole = empty_terms(targets, used), slice(0, head.entries)
-    memory = (head.unpadded(), Tile(longest(chunks), head.entries), used.index is not None, backend, False)
+    memory = (head.unpadded(), Tile(sums.longest, head.entries), used.index is not None, backend, False)
     workspaces = [
         Workspace(*memory, plan.call.float32_logits, forms_gradient=True) for _ in range(min(max(len(chunks), 1), 2))
     ]
@@ -333,7 +331,7 @@ def forward_gradient(
         """Forms the gradient of the chunk that was begun first."""
         number, hidden, logits, rows, statistics = begun.pop(0)
         chunk = chunks[number]
-        where = used.rows(chunk.places)
+        where = used.rows(slice(chunk.start, chunk.stop))
         stats, gradient = statistics(), workspaces[number % len(workspaces)].gradient(logits)
         terms, c, h = chunk_coefficients(stats, where, number)
         rows._replace(statistics=stats, c=c, h=h).write_gradient(logits, shard.start, backend, gradient)
@@ -343,7 +341,7 @@ def forward_gradient(
     started = 0
     try:
         for number, chunk in enumerate(chunks):
-            where, workspace = used.rows(chunk.places), workspaces[number % len(workspaces)]
+            where, workspace = used.rows(slice(chunk.start, chunk.stop)), workspaces[number % len(workspaces)]
             hidden = workspace.hidden(where)
             logits = workspace.logits(hidden, whole)
             rows = Rows(targets[where], transform.of(where))
@@ -354,7 +352,8 @@ def forward_gradient(
                 end()
         while begun:
             end()
-        return out, sums.finish()
+        sums.finish()
+        return out, sums.gradients
     except RankFailed:
         raise
     except Exception:
@@ -372,7 +371,7 @@ def _release(
     """
     seen = checks.values_are_checked(targets)
     for chunk in chunks[:ahead] if seen else chunks:
-        ids = targets[used.rows(chunk.places)]
+        ids = targets[used.rows(slice(chunk.start, chunk.stop))]
         start_gather(torch.stack(failure(ids)), shard.group)()
     if not (seen and chunks):
         sums.fail()
