@@ -183,12 +183,11 @@ def _statistics(
 
     values: (nnz,) zeros, for the entries' logits. first: the head's first entry, of a part of the vocabulary.
     """
-    dense, supports = None, options.supports
-    if supports is None or supports.dense is not None:
-        dense = dense_statistics(head, best.ids, options, run, EntryValues(entries, values, best, first))
-        if supports is None:
-            return RowStatistics(*dense, values.new_empty(0)), best
-    assert supports is not None
+    supports, of_entries = options.supports, EntryValues(entries, values, best, first)
+    if supports is None:
+        stats = dense_statistics(head, best.ids, options, run, of_entries)
+        return RowStatistics(*stats, values.new_empty(0)), best
+    dense = None if supports.dense is None else dense_statistics(head, best.ids, options, run, of_entries)
     functions: Any = row_functions(run.backend, head.hidden)
     support_values: Tensor = functions.support_products(*head[:3], supports.support)
     places = support_places(entries, first, supports.support)

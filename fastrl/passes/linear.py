@@ -105,12 +105,10 @@ def no_statistics(targets: Tensor) -> Statistics:
 def statistics_of(head: Head, targets: Tensor, options: RowOptions, run: Run) -> RowStatistics:
     """The statistics of rows of an unpadded head; nothing is checked."""
     supports = options.supports
-    dense = None
-    if supports is None or supports.dense is not None:
-        dense = dense_statistics(head, targets, options, run)
-        if supports is None:
-            return RowStatistics(*dense, dense.logprobs.new_empty(0))
-    assert supports is not None
+    if supports is None:
+        stats = dense_statistics(head, targets, options, run)
+        return RowStatistics(*stats, stats.logprobs.new_empty(0))
+    dense = None if supports.dense is None else dense_statistics(head, targets, options, run)
     functions: Any = row_functions(run.backend, head.hidden)
     values: Tensor = functions.support_products(*head[:3], supports.support)
     return RowStatistics(
