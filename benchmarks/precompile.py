@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 
-from fastrl.backend.contract import Best, Divergence, Entries, Statistics, Support, Transform
+from fastrl.backend.contract import Best, Divergence, Entries, Pair, Statistics, Support, Transform
 from fastrl.backend.triton import backend
 from fastrl.kernels import row_statistics
 from fastrl.objectives.rows import RowInputs
@@ -189,10 +189,10 @@ def _supports(dtype: torch.dtype, add: bool) -> None:
 
 def _pair(dtype: torch.dtype, transform: Transform, kind: str) -> None:
     logits, c = torch.zeros(_ROWS, _VOCAB, dtype=dtype), _per_row()[1]
-    given = (logits, torch.empty_like(logits), transform, transform, Divergence(kind))
-    known = backend.pair_statistics(*given)
-    backend.pair_gradient(*given, known, c, logits)
-    backend.pair_forward_gradient(*given, c)
+    pair = Pair(logits, torch.empty_like(logits), transform, transform, Divergence(kind))
+    known = backend.pair_statistics(pair)
+    backend.pair_gradient(pair, known, c, logits)
+    backend.pair_forward_gradient(pair, c)
 
 
 def _entries(dtype: torch.dtype) -> None:

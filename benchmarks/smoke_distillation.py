@@ -13,7 +13,7 @@ from smoke_parts import NATS, Found, Part, allowed, copy
 from torch import Tensor
 
 from fastrl.backend.choice import row_functions
-from fastrl.backend.contract import Best, Divergence, Entries, Transform
+from fastrl.backend.contract import Best, Divergence, Entries, Pair, Transform
 from fastrl.bench import plain
 from fastrl.bench.contenders import Outcome, Run
 from fastrl.bench.problems import Problem, chunks
@@ -43,18 +43,18 @@ def _pair_parts(problem: Problem, divergence: Divergence) -> Iterator[Part]:
         found = outcome.gradients
         return _errors(found if "d_logits" not in found else found | {"d_logits": found["d_logits"][rows]}, exact)
 
-    given = (teacher, identity, identity, divergence)
-    known = backend.pair_statistics(logits, *given)
+    pair = Pair(logits, teacher, identity, identity, divergence)
+    known = backend.pair_statistics(pair)
 
     def statistics() -> Outcome:
-        return Outcome(None, None, None, {"divergence": backend.pair_statistics(logits, *given).divergence})
+        return Outcome(None, None, None, {"divergence": backend.pair_statistics(pair).divergence})
 
     def gradient() -> Outcome:
-        backend.pair_gradient(logits, *given, known, c, out)
+        backend.pair_gradient(pair, known, c, out)
         return Outcome(None, None, None, {"d_logits": out})
 
     def visit() -> Outcome:
-        found = backend.pair_forward_gradient(out, *given, c)
+        found = backend.pair_forward_gradient(pair._replace(logits=out), c)
         return Outcome(None, None, None, {"divergence": found.divergence, "d_logits": out})
 
     in_place = Run(visit, lambda: copy(logits, out))

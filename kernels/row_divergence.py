@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.backend.contract import Divergence, PairStatistics, Transform
+from fastrl.backend.contract import Pair, PairStatistics
 from fastrl.kernels.configuration import _WARP, configuration, is_aligned, launch_options, numbers, on_device
 from fastrl.kernels.device_functions import (
     LN2,
@@ -204,16 +204,13 @@ def variant(
 
 
 def _launch(
-    logits: Tensor,  # (N, V)
-    teacher_logits: Tensor,  # (N, V)
-    transform: Transform,
-    teacher_transform: Transform,
-    divergence: Divergence,
+    pair: Pair,
     statistics: Tensor,  # (6, N) float32
     c: Tensor | None,  # (N,) float32
     out: Tensor | None,  # (N, V)
     find: bool,  # the statistics; otherwise they are read
 ) -> None:
+    logits, teacher_logits, transform, teacher_transform, divergence = pair
     rows, vocab = logits.shape
     named = {"logits": logits, "teacher_logits": teacher_logits, "out": out}
     tensors = {name: x for name, x in named.items() if x is not None}
@@ -253,45 +250,22 @@ def _launch(
         )
 
 
-def pair_statistics(
-    logits: Tensor,  # (N, V)
-    teacher_logits: Tensor,  # (N, V)
-    transform: Transform,
-    teacher_transform: Transform,
-    divergence: Divergence,
-) -> PairStatistics:
-    """See `fastrl.backend.contract`."""
-    found = torch.empty(6, logits.shape[0], dtype=torch.float32, device=logits.device)
-    _launch(logits, teacher_logits, transform, teacher_transform, divergence, found, None, None, True)
+def _forward(pair: Pair, c: Tensor | None, out: Tensor | None) -> PairStatistics:
+    found = torch.empty(6, pair.logits.shape[0], dtype=torch.float32, device=pair.logits.device)
+    _launch(pair, found, c, out, True)
     return PairStatistics(*found)
 
 
-def pair_gradient(
-    logits: Tensor,  # (N, V)
-    teacher_logits: Tensor,  # (N, V)
-    transform: Transform,
-    teacher_transform: Transform,
-    divergence: Divergence,
-    statistics: PairStatistics,
-    c: Tensor,  # (N,) float32
-    out: Tensor,  # (N, V), may be logits
-) -> None:
+def pair_statistics(pair: Pair) -> PairStatistics:
     """See `fastrl.backend.contract`."""
-    known = torch.stack(statistics)
-    _launch(logits, teacher_logits, transform, teacher_transform, divergence, known, c, out, False)
+    return _forward(pair, None, None)
 
 
-def pair_forward_gradient(
-    logits: Tensor,  # (N, V)
-    teacher_logits: Tensor,  # (N, V)
-    transform: Transform,
-    teacher_transform: Transform,
-    divergence: Divergence,
-    c: Tensor,  # (N,) float32
-    out: Tensor | None = None,  # (N, V); None: the logits
-) -> PairStatistics:
+def pair_gradient(pair: Pair, statistics: PairStatistics, c: Tensor, out: Tensor) -> None:
     """See `fastrl.backend.contract`."""
-    found = torch.empty(6, logits.shape[0], dtype=torch.float32, device=logits.device)
-    to = logits if out is None else out
-    _launch(logits, teacher_logits, transform, teacher_transform, divergence, found, c, to, True)
-    return PairStatistics(*found)
+    _launch(pair, torch.stack(statistics), c, out, False)
+
+
+def pair_forward_gradient(pair: Pair, c: Tensor, out: Tensor | None = None) -> PairStatistics:
+    """See `fastrl.backend.contract`."""
+    return _forward(pair, c, pair.logits if out is None else out)

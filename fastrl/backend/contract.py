@@ -70,12 +70,11 @@ row of `entries` each of theirs is, no two the same. `gather_entries` writes the
 that is not in this slice. A NaN is never the best. `scatter_entries` writes `gradient` (nnz,) float32 to the columns of
 the entries in `out`, in its dtype.
 
-A divergence is between two logits of each row, the student's and the teacher's:
+A divergence is between two logits of each row, the student's and the teacher's (`Pair`):
 
-    pair_statistics(logits, teacher_logits, transform, teacher_transform, divergence) -> PairStatistics
-    pair_gradient(logits, teacher_logits, transform, teacher_transform, divergence, statistics, c, out) -> None
-    pair_forward_gradient(logits, teacher_logits, transform, teacher_transform, divergence, c, out=None)
-        -> PairStatistics                                                        both in one visit of the row
+    pair_statistics(pair) -> PairStatistics
+    pair_gradient(pair, statistics, c, out) -> None
+    pair_forward_gradient(pair, c, out=None) -> PairStatistics                      both in one visit of the row
 
 Both logits are contiguous (N, V), each float32, bfloat16 or float16; there is no mask. `out` = c dD/dlogits, with c
 (N,) float32, is contiguous, of the logits' dtype or a narrower one; it may be the logits, and None means them. The
@@ -190,6 +189,16 @@ class Divergence(NamedTuple):
 
     kind: str  # "forward_kl", "reverse_kl" or "jsd"
     beta: float = 0.5  # the teacher's weight in the mixture of "jsd", 0 < beta < 1; otherwise unused
+
+
+class Pair(NamedTuple):
+    """Two logits of each row, and what is between them."""
+
+    logits: Tensor  # (N, V), the student's
+    teacher_logits: Tensor  # (N, V)
+    transform: Transform
+    teacher_transform: Transform
+    divergence: Divergence
 
 
 class PairStatistics(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.choice import row_functions
-from fastrl.backend.contract import Divergence, PairStatistics, Transform
+from fastrl.backend.contract import Divergence, Pair, PairStatistics, Transform
 from fastrl.passes.backward import Passes, order_of_active
 from fastrl.passes.forward_gradient import (
     GradientSums,
@@ -98,9 +98,8 @@ def divergence_statistics(
     for part in slices(used.count, tile.rows):
         where, inputs = used.rows(part), rows.part(part)
         logits = workspace.logits(workspace.hidden(where), _whole(head))
-        stats = row_functions(backend, logits).pair_statistics(
-            logits, workspace.teacher_logits(_whole(head)), inputs.transform, inputs.teacher_transform, divergence
-        )
+        pair = Pair(logits, workspace.teacher_logits(_whole(head)), *inputs[:2], divergence)
+        stats = row_functions(backend, logits).pair_statistics(pair)
         for total, values in zip(out, stats, strict=True):
             total[where] = values
     return out
@@ -147,8 +146,8 @@ class _Backward(Passes):
         assert isinstance(workspace, PairWorkspace)
         logits = workspace.logits(hidden, columns)
         gradient = workspace.gradient(logits)
-        arguments = (rows.transform, rows.teacher_transform, self.divergence, rows.statistics, rows.c, gradient)
-        row_functions(self.backend, logits).pair_gradient(logits, workspace.teacher_logits(columns), *arguments)
+        pair = Pair(logits, workspace.teacher_logits(columns), *rows[:2], self.divergence)
+        row_functions(self.backend, logits).pair_gradient(pair, rows.statistics, rows.c, gradient)
         return gradient
 
 
@@ -229,14 +228,14 @@ def divergence_forward_gradient(
         where, inputs = used.rows(places), rows.part(places)
         hidden = workspace.hidden(where)
         logits = workspace.logits(hidden, _whole(head))
-        arguments = (logits, workspace.teacher_logits(_whole(head)), *inputs[:2], divergence)
+        pair = Pair(logits, workspace.teacher_logits(_whole(head)), *inputs[:2], divergence)
         row_kernels = row_functions(backend, logits)
         if not chunk.active:
-            out[where] = row_kernels.pair_statistics(*arguments).divergence
+            out[where] = row_kernels.pair_statistics(pair).divergence
             continue
         gradient = workspace.gradient(logits)
         beside = None if gradient is logits else gradient
-        out[where] = row_kernels.pair_forward_gradient(*arguments, inputs.c, beside).divergence
+        out[where] = row_kernels.pair_forward_gradient(pair, inputs.c, beside).divergence
         sums.add(chunk, hidden, gradient)
     return LinearDivergence(weighted_sum(out, c), out, *HeadGradients.of(sums.gradients, head.hidden))
 

@@ -12,7 +12,7 @@ from pairs import pairs
 from torch import Tensor
 
 from fastrl.backend.choice import forced, row_functions
-from fastrl.backend.contract import Divergence, PairStatistics, Transform
+from fastrl.backend.contract import Divergence, Pair, PairStatistics, Transform
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -100,27 +100,27 @@ def check(
 ) -> PairStatistics:
     """Statistics and gradients, apart and together, perhaps in place too; returns the statistics."""
     backend = row_functions(forced(), logits)
-    arguments = (teacher, t, teacher_t, d)
+    pair = Pair(logits, teacher, t, teacher_t, d)
     x, y = logits.clone(), teacher.clone()
     exact = by_autograd(logits, teacher, t, teacher_t, d, c, torch.float64)
     float32 = by_autograd(logits, teacher, t, teacher_t, d, c, torch.float32)
     allowed = margin(logits, teacher, t, teacher_t)
 
-    found = backend.pair_statistics(logits, *arguments)
+    found = backend.pair_statistics(pair)
     shape = (logits.shape, out_dtype or logits.dtype)
     out, beside = (torch.full(shape[0], torch.nan, dtype=shape[1], device=logits.device) for _ in range(2))
-    backend.pair_gradient(logits, *arguments, found, c, out)
-    together = backend.pair_forward_gradient(logits, *arguments, c, beside)
+    backend.pair_gradient(pair, found, c, out)
+    together = backend.pair_forward_gradient(pair, c, beside)
     assert cases.same_bits(logits, x)
     assert cases.same_bits(teacher, y)
     results = [out, beside]
     if in_place:
         inside = logits.clone()
-        again = backend.pair_forward_gradient(inside, *arguments, c)
+        again = backend.pair_forward_gradient(pair._replace(logits=inside), c)
         assert all(map(cases.same_bits, again, together))
         assert cases.same_bits(inside, beside)
         inside = logits.clone()
-        backend.pair_gradient(inside, *arguments, found, c, inside)
+        backend.pair_gradient(pair._replace(logits=inside), found, c, inside)
         assert cases.same_bits(inside, out)
     assert all(map(cases.same_bits, found, together))
     for name, ours, truth, theirs in zip(("divergence", "student_kl"), found, exact, float32, strict=False):
@@ -220,11 +220,12 @@ def test_equal_logits(d: Divergence, name: str, dtype: torch.dtype, device: str)
     logits[0, 5:9] = -torch.inf
     t, backend = cases.transform(name, device), row_functions(forced(), logits)
     gradient = torch.full_like(logits, torch.nan)
-    found = backend.pair_forward_gradient(logits, logits.clone(), t, t, d, c, gradient)
+    pair = Pair(logits, logits.clone(), t, t, d)
+    found = backend.pair_forward_gradient(pair, c, gradient)
     assert (found.divergence == 0).all()
     assert (found.student_kl == 0).all()
     assert (gradient == 0).all()
-    backend.pair_gradient(logits, logits.clone(), t, t, d, found, c, gradient)
+    backend.pair_gradient(pair, found, c, gradient)
     assert (gradient == 0).all()
 
 
@@ -256,9 +257,10 @@ def test_entries_that_one_side_lacks(d: Divergence, device: str) -> None:
     logits[0, 5], teacher[1, 5], teacher[2, 5] = -torch.inf, -torch.inf, -torch.inf
     logits[1, 2], teacher[0, 2] = -torch.inf, -torch.inf
     backend, gradient = row_functions(forced(), logits), torch.full_like(logits, torch.nan)
-    found = backend.pair_forward_gradient(logits, teacher, PLAIN, PLAIN, d, c, gradient)
+    pair = Pair(logits, teacher, PLAIN, PLAIN, d)
+    found = backend.pair_forward_gradient(pair, c, gradient)
     apart = torch.full_like(gradient, 7.0)
-    backend.pair_gradient(logits, teacher, PLAIN, PLAIN, d, found, c, apart)
+    backend.pair_gradient(pair, found, c, apart)
     p, q = torch.softmax(logits.double(), -1), torch.softmax(teacher.double(), -1)
     infinite = {"forward_kl": [0, 1], "reverse_kl": [0, 1, 2], "jsd": []}[d.kind]
     assert torch.equal(found.divergence.isinf().nonzero()[:, 0].cpu(), torch.tensor(infinite, dtype=torch.int64))
@@ -291,10 +293,11 @@ def test_rows_without_a_distribution(d: Divergence, device: str) -> None:
     c[4] = 0.0
     backend, rows = row_functions(forced(), logits), slice(1, 7)
     results = []
-    for pair in ((logits, teacher), clean):
+    for both in ((logits, teacher), clean):
+        pair = Pair(*both, PLAIN, PLAIN, d)
         gradient, apart = (torch.full_like(logits, 7.0) for _ in range(2))
-        found = backend.pair_forward_gradient(*pair, PLAIN, PLAIN, d, c, gradient)
-        backend.pair_gradient(*pair, PLAIN, PLAIN, d, found, c, apart)
+        found = backend.pair_forward_gradient(pair, c, gradient)
+        backend.pair_gradient(pair, found, c, apart)
         results.append((found.divergence, gradient, apart))
     for i, (ours, expected) in enumerate(zip(*results, strict=True)):
         wrong = ours[rows]
@@ -310,12 +313,13 @@ def test_rows_without_a_distribution(d: Divergence, device: str) -> None:
 def test_gradient_of_a_slice_of_the_vocabulary(d: Divergence, device: str) -> None:
     logits, teacher, c = random_pair(1100, torch.float32, device, 3)
     t, backend = cases.transform("softcap", device), row_functions(forced(), logits)
-    found = backend.pair_statistics(logits, teacher, t, PLAIN, d)
+    pair = Pair(logits, teacher, t, PLAIN, d)
+    found = backend.pair_statistics(pair)
     whole = torch.empty_like(logits)
-    backend.pair_gradient(logits, teacher, t, PLAIN, d, found, c, whole)
+    backend.pair_gradient(pair, found, c, whole)
     for columns in (slice(0, 512), slice(512, 1077), slice(1077, 1100)):
         x, y = logits[:, columns].contiguous(), teacher[:, columns].contiguous()
-        backend.pair_gradient(x, y, t, PLAIN, d, found, c, x)
+        backend.pair_gradient(Pair(x, y, t, PLAIN, d), found, c, x)
         if forced() == "torch":  # whose exp depends on the place
             torch.testing.assert_close(x, whole[:, columns], rtol=1e-6, atol=1e-9)
         else:
@@ -332,19 +336,20 @@ def test_a_row_is_bitwise_the_same_in_any_batch(d: Divergence, vocab: int, dtype
     logits, teacher, c = random_pair(vocab, dtype, device, n)
     t = Transform(1.0, torch.rand(n, generator=cases.generator()).to(device) + 0.5)
     backend, gradient = row_functions(forced(), logits), torch.empty_like(logits)
-    found = torch.stack(backend.pair_forward_gradient(logits, teacher, t, PLAIN, d, c, gradient))
+    found = torch.stack(backend.pair_forward_gradient(Pair(logits, teacher, t, PLAIN, d), c, gradient))
     for rows in (slice(0, 1), slice(2, 4), slice(n - 1, n)):
         places = [x.new_empty(x.numel() + 1)[1:] for x in (logits[rows], teacher[rows])]  # addresses that are odd
         x, y = (p.view(-1, vocab).copy_(s[rows]) for p, s in zip(places, (logits, teacher), strict=True))
         part = t._replace(temperatures=t.temperatures[rows].clone())
-        again = torch.stack(backend.pair_forward_gradient(x, y, part, PLAIN, d, c[rows].clone()))
+        again = torch.stack(backend.pair_forward_gradient(Pair(x, y, part, PLAIN, d), c[rows].clone()))
         assert cases.same_bits(again, found[:, rows].contiguous())
         assert cases.same_bits(x, gradient[rows])
 
 
 def test_without_rows(device: str) -> None:
     logits, backend = torch.empty(0, 7, device=device), row_functions(forced(), torch.empty(0, device=device))
-    found = backend.pair_forward_gradient(logits, logits.clone(), PLAIN, PLAIN, KINDS[0], torch.empty(0, device=device))
+    pair = Pair(logits, logits.clone(), PLAIN, PLAIN, KINDS[0])
+    found = backend.pair_forward_gradient(pair, torch.empty(0, device=device))
     assert all(x.shape == (0,) for x in found)
 
 
@@ -356,7 +361,6 @@ def test_other_shapes_and_strides_are_refused(name: str, device: str) -> None:
     for bad in (torch.randn(2, 9, device=device)[:, :8], torch.randn(2, 9, device=device)):
         tensors = {"logits": good, "teacher_logits": good.clone(), "out": good.clone()} | {name: bad}
         backend = row_functions(forced(), good)
+        pair = Pair(tensors["logits"], tensors["teacher_logits"], PLAIN, PLAIN, KINDS[0])
         with pytest.raises(ValueError, match="must be contiguous"):
-            backend.pair_forward_gradient(
-                tensors["logits"], tensors["teacher_logits"], PLAIN, PLAIN, KINDS[0], c, tensors["out"]
-            )
+            backend.pair_forward_gradient(pair, c, tensors["out"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import Divergence, PairStatistics, Statistics, Transform
+from fastrl.backend.contract import Divergence, Pair, PairStatistics, Statistics, Transform
 from fastrl.objectives.rows import Numbers, RowInputs, RowObjective
 
 backend = pytest.importorskip("fastrl.backend.triton.backend")
@@ -47,9 +47,9 @@ def _launch_all(logits: Tensor) -> None:
     backend.row_statistics(logits, targets, None, Transform(1))
     backend.row_gradient(logits, targets, None, Transform(1), Statistics(ones, ones, ones, ones), ones, None, logits)
     backend.row_forward_gradient(logits, targets, None, Transform(1), CLIP, RowInputs(ones, ones))
-    pair = (logits[0], logits[0], Transform(1), Transform(1), Divergence("jsd", 1))
-    backend.pair_forward_gradient(*pair, ones)
-    backend.pair_gradient(*pair, PairStatistics(*[ones] * 6), ones, logits[0])
+    pair = Pair(logits[0], logits[0], Transform(1), Transform(1), Divergence("jsd", 1))
+    backend.pair_forward_gradient(pair, ones)
+    backend.pair_gradient(pair, PairStatistics(*[ones] * 6), ones, logits[0])
     backend.scale(logits, torch.tensor(2.0), logits)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from vocabulary import transformed
 
 import fastrl
-from fastrl.backend.contract import Divergence, Transform
+from fastrl.backend.contract import Divergence, Pair, Transform
 from fastrl.backend.torch import pair as torch_pair
 from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
@@ -373,19 +373,20 @@ def test_gradcheck_of_the_row_functions(kind: str) -> None:
     g = torch.Generator().manual_seed(6)
     x, teacher = (torch.randn(4, 7, generator=g, dtype=torch.float64) for _ in range(2))
     own = Transform(1.0, torch.rand(4, generator=g) + 0.5, 0.9, 3.0)
-    arguments = (teacher, own, Transform(1.3), Divergence(kind, 0.3))
+    pair = Pair(x, teacher, own, Transform(1.3), Divergence(kind, 0.3))
 
     class Rows(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.stats = torch_pair.pair_statistics(x, *arguments)
+            ctx.stats = torch_pair.pair_statistics(pair._replace(logits=x))
             ctx.save_for_backward(x)
             return ctx.stats.divergence
 
         @staticmethod
         def backward(ctx: Any, c: Tensor) -> Tensor:  # type: ignore[override]
             out = torch.empty_like(x)
-            torch_pair.pair_gradient(*ctx.saved_tensors, *arguments, ctx.stats, c, out)
+            (x_then,) = ctx.saved_tensors
+            torch_pair.pair_gradient(pair._replace(logits=x_then), ctx.stats, c, out)
             return out
 
     assert torch.autograd.gradcheck(Rows.apply, x.requires_grad_())

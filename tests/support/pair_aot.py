@@ -77,7 +77,7 @@ def launch_keys() -> dict[str, list[str]]:
     """What Triton would compile for calls that differ in lengths and numbers: kernel -> keys."""
     import torch
 
-    from fastrl.backend.contract import Divergence, PairStatistics, Transform
+    from fastrl.backend.contract import Divergence, Pair, PairStatistics, Transform
     from fastrl.backend.triton import backend
     from fastrl.kernels import row_divergence
 
@@ -92,10 +92,10 @@ def launch_keys() -> dict[str, list[str]]:
         teacher = torch.empty(rows, vocab, dtype=torch.bfloat16, device="meta")
         # Row i of a tensor (7, N) is at a multiple of 16 bytes for some N only: it must not matter.
         *known, c = torch.empty(7, rows).unbind()
-        arguments = (logits, teacher, Transform(temperature), Transform(1, None, scale), Divergence("jsd", beta))
-        backend.pair_statistics(*arguments)
-        backend.pair_gradient(*arguments, PairStatistics(*known), c, out)
-        backend.pair_forward_gradient(*arguments, c)
+        pair = Pair(logits, teacher, Transform(temperature), Transform(1, None, scale), Divergence("jsd", beta))
+        backend.pair_statistics(pair)
+        backend.pair_gradient(pair, PairStatistics(*known), c, out)
+        backend.pair_forward_gradient(pair, c)
     return keys
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import Divergence, PairStatistics, Transform
+from fastrl.backend.contract import Pair, PairStatistics
 from fastrl.backend.cpp.library import ELEMENTS, SCALING, address, call, layout, pointer, scaling
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
@@ -23,17 +23,9 @@ def _address(name: str, tensor: Tensor, shape: torch.Size) -> int:
     return address(name, tensor)
 
 
-def _pair(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    transform: Transform,
-    teacher_transform: Transform,
-    divergence: Divergence,
-    statistics: Tensor,
-    c: Tensor | None,
-    out: Tensor | None,
-) -> bytes:
+def _packed(pair: Pair, statistics: Tensor, c: Tensor | None, out: Tensor | None) -> bytes:
     """The struct; C++ reads or writes the `statistics` (6, N)."""
+    logits, teacher_logits, transform, teacher_transform, divergence = pair
     shape = logits.shape
     if logits.dim() == 2 and shape[1] == 0:
         raise ValueError(f"logits must have at least one column, got shape {tuple(shape)}")
@@ -54,43 +46,23 @@ def _pair(
     )
 
 
-def pair_statistics(
-    logits: Tensor, teacher_logits: Tensor, transform: Transform, teacher_transform: Transform, divergence: Divergence
-) -> PairStatistics:
+def _forward(pair: Pair, c: Tensor | None, out: Tensor | None) -> PairStatistics:
+    found = torch.empty(6, pair.logits.shape[0], dtype=torch.float32, device="cpu")
+    call("fastrl_pair_forward_gradient", _packed(pair, found, c, out))
+    return PairStatistics(*found)
+
+
+def pair_statistics(pair: Pair) -> PairStatistics:
     """See `fastrl.backend.contract`."""
-    found = torch.empty(6, logits.shape[0], dtype=torch.float32, device="cpu")
-    pair = _pair(logits, teacher_logits, transform, teacher_transform, divergence, found, None, None)
-    call("fastrl_pair_forward_gradient", pair)
-    return PairStatistics(*found)
+    return _forward(pair, None, None)
 
 
-def pair_gradient(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    transform: Transform,
-    teacher_transform: Transform,
-    divergence: Divergence,
-    statistics: PairStatistics,
-    c: Tensor,
-    out: Tensor,
-) -> None:
+def pair_gradient(pair: Pair, statistics: PairStatistics, c: Tensor, out: Tensor) -> None:
     """See `fastrl.backend.contract`. Asks for huge pages if `out` is not the logits."""
-    known = torch.stack(statistics)
-    pair = _pair(logits, teacher_logits, transform, teacher_transform, divergence, known, c, out)
-    call("fastrl_pair_gradient", pair)
+    known = torch.stack(statistics)  # which C++ reads by its address
+    call("fastrl_pair_gradient", _packed(pair, known, c, out))
 
 
-def pair_forward_gradient(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    transform: Transform,
-    teacher_transform: Transform,
-    divergence: Divergence,
-    c: Tensor,
-    out: Tensor | None = None,
-) -> PairStatistics:
+def pair_forward_gradient(pair: Pair, c: Tensor, out: Tensor | None = None) -> PairStatistics:
     """See `fastrl.backend.contract`. Asks for huge pages if `out` is not the logits."""
-    found, target = torch.empty(6, logits.shape[0], dtype=torch.float32, device="cpu"), logits if out is None else out
-    pair = _pair(logits, teacher_logits, transform, teacher_transform, divergence, found, c, target)
-    call("fastrl_pair_forward_gradient", pair)
-    return PairStatistics(*found)
+    return _forward(pair, c, pair.logits if out is None else out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import Divergence, PairStatistics, Transform
+from fastrl.backend.contract import Pair, PairStatistics
 from fastrl.backend.torch.rows import row_blocks, transformed
 
 
@@ -39,10 +39,9 @@ def _log_softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (z - maximum) - log_sum, maximum[:, 0], log_sum[:, 0]
 
 
-def pair_statistics(
-    logits: Tensor, teacher_logits: Tensor, transform: Transform, teacher_transform: Transform, divergence: Divergence
-) -> PairStatistics:
+def pair_statistics(pair: Pair) -> PairStatistics:
     """See `fastrl.backend.contract`."""
+    logits, teacher_logits, transform, teacher_transform, divergence = pair
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     out = torch.zeros(6, logits.shape[0], dtype=dtype, device=logits.device)
     for x, rows in row_blocks(logits[None]):
@@ -65,17 +64,9 @@ def pair_statistics(
     return PairStatistics(*out)
 
 
-def pair_gradient(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    transform: Transform,
-    teacher_transform: Transform,
-    divergence: Divergence,
-    statistics: PairStatistics,
-    c: Tensor,
-    out: Tensor,
-) -> None:
+def pair_gradient(pair: Pair, statistics: PairStatistics, c: Tensor, out: Tensor) -> None:
     """See `fastrl.backend.contract`."""
+    logits, teacher_logits, transform, teacher_transform, divergence = pair
     for x, rows in row_blocks(logits[None]):
         z, slope = transformed(x, transform, rows)
         teacher_z, _ = transformed(teacher_logits[rows], teacher_transform, rows)
@@ -94,17 +85,8 @@ def pair_gradient(
         out[rows] = gradient.where(factor != 0, 0.0).to(out.dtype)
 
 
-def pair_forward_gradient(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    transform: Transform,
-    teacher_transform: Transform,
-    divergence: Divergence,
-    c: Tensor,
-    out: Tensor | None = None,
-) -> PairStatistics:
+def pair_forward_gradient(pair: Pair, c: Tensor, out: Tensor | None = None) -> PairStatistics:
     """See `fastrl.backend.contract`."""
-    statistics = pair_statistics(logits, teacher_logits, transform, teacher_transform, divergence)
-    target = logits if out is None else out
-    pair_gradient(logits, teacher_logits, transform, teacher_transform, divergence, statistics, c, target)
+    statistics = pair_statistics(pair)
+    pair_gradient(pair, statistics, c, pair.logits if out is None else out)
     return statistics
