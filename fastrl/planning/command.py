@@ -7,12 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from fastrl.base.devices import DEVICES
 from fastrl.objectives.presets import PRESETS, any_numbers
-from fastrl.planning.budget import default_budget, parse_budget
-from fastrl.planning.memory import DTYPES, MemoryPlans, call_of, plans_of
+from fastrl.planning.budget import parse_budget
+from fastrl.planning.memory import DTYPES, call_of, plans_of
 
 #: Those that a table of devices has, as the command line names them.
 NAMED_GPUS = {name.lower(): device for name, device in DEVICES.items() if device.kind == "cuda"}
@@ -39,40 +37,27 @@ def main(argv: Sequence[str]) -> int:
         help="a GPU that is named need not be here; default: the GPU if there is one",
     )
     options = parser.parse_args(argv)
+    named = NAMED_GPUS.get(options.device)
+    device = options.device if named is None else named.kind
     try:
-        print(_plans(options))
+        call = call_of(**call_arguments(options), unrecorded=options.unrecorded, device=device)
+        share = None if named is None else named.memory // 16
+        print(plans_of(call, parse_budget(options.budget, "budget"), share))
     except ValueError as error:
         print(f"fastrl plan: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _plans(options: argparse.Namespace) -> MemoryPlans:
-    """Raises ValueError for a wrong option."""
-    named = NAMED_GPUS.get(options.device)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if named is not None:
-        device = named.kind
-    call = call_of(**call_arguments(options), unrecorded=options.unrecorded, device=device)
-    share = default_budget(device) if named is None else named.memory // 16
-    return plans_of(call, parse_budget(options.budget, "budget"), share)
-
-
 def call_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `plan_memory` that say what the call is, from the options of `call_parser`."""
+    same = ("tokens", "hidden", "vocab", "on_policy", "longest", "kept", "teacher_hidden", "gathered")
     return {
-        "tokens": options.tokens,
-        "hidden": options.hidden,
-        "vocab": options.vocab,
+        **{name: getattr(options, name) for name in same},
         "dtype": DTYPES[options.dtype],
         "objective": None if options.objective == "logprobs" else any_numbers(options.objective),
         "gradients": [x for x in options.gradients.split(",") if x not in ("", "none")],
-        "on_policy": options.on_policy,
-        "longest": options.longest,
-        "kept": options.kept,
-        "teacher_hidden": options.teacher_hidden,
-        "gathered": options.gathered,
-        "logits_dtype": None if options.logits_dtype is None else DTYPES[options.logits_dtype],
+        "logits_dtype": DTYPES.get(options.logits_dtype),
     }
 
 

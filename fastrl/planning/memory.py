@@ -14,7 +14,7 @@ from fastrl.objectives.objective import Objective
 from fastrl.objectives.presets import GRPO
 from fastrl.objectives.row_local import ANY, TOKEN, Given, scope, slopes
 from fastrl.planning.budget import default_budget, parse_budget, text
-from fastrl.planning.plans import Plan, applicable, choose, least_budget, plan_within
+from fastrl.planning.plans import Plan, applicable, choose, least_budget, within
 from fastrl.planning.prices import plan_seconds
 from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher
 
@@ -49,11 +49,9 @@ class MemoryPlans:
         rows = [head, *(self._row(name) for name in self.least)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        smallest = min(self.least, key=lambda name: self.least[name])
-        least = f"{text(self.smallest_budget)} ({smallest})"
-        return "\n".join(
-            [*lines, "", f"budget {text(self.budget)} of temporary memory; the smallest possible is {least}"]
-        )
+        least = f"{text(self.smallest_budget)} ({min(self.least, key=self.least.__getitem__)})"
+        budget = f"budget {text(self.budget)} of temporary memory; the smallest possible is {least}"
+        return "\n".join([*lines, "", budget])
 
     def _row(self, name: str) -> tuple[str, ...]:
         plan = next((plan for plan in self.fitting if plan.name == name), None)
@@ -123,34 +121,24 @@ def plan_memory(
         TypeError, ValueError: if an argument is wrong; the message names it. If the budget is too small, the message
             gives the smallest possible one.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     call = call_of(
-        tokens,
-        hidden,
-        vocab,
-        dtype,
-        objective=objective,
-        gradients=gradients,
-        on_policy=on_policy,
-        longest=longest,
-        kept=kept,
-        unrecorded=unrecorded,
-        device=device,
-        teacher_hidden=teacher_hidden,
-        gathered=gathered,
-        logits_dtype=logits_dtype,
+        *(tokens, hidden, vocab, dtype, objective, gradients, on_policy, longest, kept, unrecorded, device),
+        *(teacher_hidden, gathered, logits_dtype),
     )
-    return plans_of(call, parse_budget(budget, "budget"), default_budget(device))
+    return plans_of(call, parse_budget(budget, "budget"))
 
 
-def plans_of(call: Call, budget: int | None, share: int) -> MemoryPlans:
-    """The plans for a call. budget: in bytes, or None; share: what may be taken without one."""
+def plans_of(call: Call, budget: int | None, share: int | None = None) -> MemoryPlans:
+    """The plans for a call. budget: in bytes, or None; share: what may be taken without one, by default here."""
+    if share is None:
+        here = call.device == "cuda" and torch.cuda.is_available()
+        share = default_budget(call.device, torch.cuda.current_device() if here else None)
     chosen = choose(call, budget, share)
     # Without a budget, what the plan that needs least takes is allowed whatever that is.
     size = max(share, chosen.temporary_bytes) if budget is None else budget
     least = {name: least_budget(call, name) for name in applicable(call)}
-    within = [plan_within(call, name, size, named=budget is not None) for name in least]
-    fitting = tuple(plan for plan in within if plan is not None) or (chosen,)
+    each = [within(call, name, size, named=budget is not None)[0] for name in least]
+    fitting = tuple(plan for plan in each if plan is not None) or (chosen,)
     priced = H100 if call.device == "cuda" else CPU
     return MemoryPlans(size, chosen, fitting, least, {plan.name: plan_seconds(call, plan, priced) for plan in fitting})
 
@@ -160,28 +148,23 @@ def call_of(
     hidden: int,
     vocab: int,
     dtype: torch.dtype,
-    *,
     objective: Objective | Callable[..., Any] | None,
     gradients: Sequence[str],
     on_policy: bool,
     longest: int | None,
     kept: int,
     unrecorded: int,
-    device: str,
+    device: str | None,
     teacher_hidden: int | None = None,
     gathered: int = 0,
     logits_dtype: torch.dtype | None = None,
 ) -> Call:
     """What the planner knows of a call with these arguments of `plan_memory`, which are checked."""
-    counts = (
-        ("tokens", tokens),
-        ("hidden", hidden),
-        ("vocab", vocab),
-        ("longest", tokens if longest is None else longest),
-        ("teacher_hidden", 1 if teacher_hidden is None else teacher_hidden),
-    )
-    totals = (("kept", kept), ("unrecorded", unrecorded), ("gathered", gathered))
-    for name, value, lowest in (*((*x, 1) for x in counts), *((*x, 0) for x in totals)):
+    counts = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
+    counts |= {name: n for name, n in (("longest", longest), ("teacher_hidden", teacher_hidden)) if n is not None}
+    totals = {"kept": kept, "unrecorded": unrecorded, "gathered": gathered}
+    for name, value in (counts | totals).items():
+        lowest = 1 if name in counts else 0
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
         if value < lowest:
@@ -193,6 +176,7 @@ def call_of(
     unknown = [name for name in gradients if name not in _INPUTS]
     if unknown or isinstance(gradients, str):
         raise ValueError(f"gradients must be some of {', '.join(_INPUTS)}, got {gradients!r}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be 'cuda' or 'cpu', got {device!r}")
     if teacher_hidden is not None and (kept or on_policy or longest):

@@ -34,6 +34,13 @@ from fastrl.planning.tiling import Call, Needs, Pass, Tile
 
 PLANS = ("forward", "forward-gradient", "whole-response", "frozen-head", "recompute", "two-pass", "sparse")
 
+#: The passes of the plans that have the same for all calls.
+_KINDS = {
+    "sparse": (),
+    "forward": ("statistics",),
+    "forward-gradient": ("forward-gradient",),
+    "frozen-head": ("frozen",),
+}
 #: Bytes per row outside the tiles, from inputs to metrics: measured on a million rows of 8 logits, rounded up.
 _ROW_BYTES = {"forward": 192, "forward-gradient": 160}
 _ROW_BYTES_IN_TORCH = 288  # the objective in torch, with the tensors that autograd keeps
@@ -186,7 +193,7 @@ def choose(call: Call, budget: int | None, share: int | None = None, names: tupl
         size = default_budget(call.device, None if call.device_index < 0 else call.device_index)
     last = None
     for name in names:
-        plan, useful = _within(call, name, size, named=budget is not None)
+        plan, useful = within(call, name, size, named=budget is not None)
         if useful and plan is not None:
             return plan
         last = plan or last
@@ -200,7 +207,7 @@ def choose(call: Call, budget: int | None, share: int | None = None, names: tupl
         problem += " with float32 logits" if call.float32_logits else ""
         told = f"got {budget} bytes, the smallest possible is {least} ({text(least)})"
         raise BudgetTooSmall(f"memory_budget is too small for {problem}: {told}", least)
-    plan, _ = _within(call, names[needed.index(least)], least, named=True)
+    plan, _ = within(call, names[needed.index(least)], least)
     assert plan is not None
     return plan
 
@@ -268,40 +275,31 @@ def applicable(call: Call) -> tuple[str, ...]:
 
 def passes(call: Call, name: str) -> list[Pass]:
     """The passes of the plan over tiles of logits, in their order."""
-    head = call.needs.weight or call.needs.bias
-    if name == "sparse":
-        return []
-    if name == "forward":
-        return [Pass("statistics", call)]
-    if name == "forward-gradient":
-        return [Pass("forward-gradient", call)]
     if name == "whole-response":  # which a tile must hold together
         longest = call.rows if call.scope == BATCH else min(call.longest or call.rows, call.rows)
         return [Pass("forward-gradient", call, max(longest, 1))]
-    if name == "frozen-head":
-        return [Pass("frozen", call)]
+    if name in _KINDS:
+        return [Pass(kind, call) for kind in _KINDS[name]]
+    head = call.needs.weight or call.needs.bias
+    kinds = ["hidden"] * call.needs.hidden + ["weight"] * head
     if name == "recompute" and (head or call.partial) and call.needs.hidden:  # dL/dhidden is summed over devices once
-        return [Pass("statistics", call), Pass("both", call)]
-    hidden, weight = [Pass("hidden", call)] * call.needs.hidden, [Pass("weight", call)] * head
-    return [Pass("statistics", call), *hidden, *weight]
+        kinds = ["both"]
+    return [Pass(kind, call) for kind in ("statistics", *kinds)]
 
 
 def least_budget(call: Call, name: str) -> int:
     """The smallest budget in bytes that the plan fits."""
     each = passes(call, name)
     cap = _tile_bytes(call, each)
-    return max([0, *(one.least_bytes(cap) for one in each)]) + fixed_bytes(
-        call, name
-    )  # torch.compile: no default of max
+    tiles = max([0, *(one.least_bytes(cap) for one in each)])  # torch.compile: no default of max
+    return tiles + fixed_bytes(call, name)
 
 
-def plan_within(call: Call, name: str, budget: int, named: bool = True) -> Plan | None:
-    """The plan within the budget; None if it does not fit. `named`: whether the caller gave the budget."""
-    return _within(call, name, budget, named)[0]
+def within(call: Call, name: str, budget: int, named: bool = True) -> tuple[Plan | None, bool]:
+    """The plan within the budget, None if it does not fit, and whether all of its tiles are useful.
 
-
-def _within(call: Call, name: str, budget: int, named: bool) -> tuple[Plan | None, bool]:
-    """The same, and whether all of its tiles are useful."""
+    named: whether the caller gave the budget.
+    """
     each = passes(call, name)
     cap, total = _tile_bytes(call, each), budget - fixed_bytes(call, name)
     larger = any(one.least_rows > 0 for one in each) and cap > _tile_bytes(call, [])

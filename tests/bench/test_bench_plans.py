@@ -62,7 +62,7 @@ def test_a_floor_is_the_sum_of_the_plans_products(
         scope=row_local.RESPONSE if plan in ("whole-response", "frozen-head") else row_local.TOKEN,
         longest=8,
     )
-    planned = memory.plan_within(call, plan, 1 << 34)
+    planned, _ = memory.within(call, plan, 1 << 34)
     assert planned is not None and f"{planned.units}U" == units
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import fastrl
 from fastrl.base.devices import CPU
 from fastrl.planning import budget
 from fastrl.planning.budget import default_budget, memory_bytes
@@ -44,3 +47,14 @@ def test_a_machine_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sysconf", raising=False)
     monkeypatch.setattr(Path, "read_text", lambda path: "max")
     assert memory_bytes("cpu") == CPU.memory
+
+
+def test_a_call_that_names_no_gpu_may_take_a_share_of_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [80 << 30, 40 << 30]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i]))
+    default_budget.cache_clear()
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        assert fastrl.plan_memory(8192, 4096, 151936, device="cuda").budget == sizes[current] // 16
+    default_budget.cache_clear()

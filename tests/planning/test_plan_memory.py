@@ -51,7 +51,7 @@ def test_the_first_plan_with_useful_tiles_is_chosen_else_the_last_that_fits(call
         with pytest.raises(ValueError, match=f"the smallest possible is {min(least.values())} "):
             memory.choose(call, budget)
         return
-    plans = [plan for name in least if (plan := memory.plan_within(call, name, budget)) is not None]
+    plans = [plan for name in least if (plan := memory.within(call, name, budget)[0]) is not None]
     assert [plan.name for plan in plans] == [name for name, size in least.items() if size <= budget]
     assert [plan.units for plan in plans] == sorted(plan.units for plan in plans)
     useful = []
@@ -69,7 +69,7 @@ def test_fewer_rows_fit_where_more_did(call: Call, fewer: int) -> None:
     """A plan is chosen for a bound; the passes are cut when the number of rows is known."""
     size = 2 * max(memory.least_budget(call, name) for name in memory.applicable(call))
     for name in memory.applicable(call):
-        plan = memory.plan_within(call, name, size)
+        plan, _ = memory.within(call, name, size)
         assert plan is not None
         rows = min(fewer, call.rows)
         for kind in plan.tiles:
@@ -151,7 +151,7 @@ def test_a_pass_over_one_chunk_holds_no_more_than_was_planned(dtype: torch.dtype
         held = max(accumulate(allocations(call)))
     gradients = hidden.nbytes + weight.nbytes
     known = Call(8, 512, 8192, dtype, "cpu", Needs(True, True, False), backend="torch")
-    planned = memory.plan_within(known, plan, 1 << 30)
+    planned, _ = memory.within(known, plan, 1 << 30)
     assert planned is not None and planned.tiles["statistics"] == (8, 8192)
     # Planned for the worst: what is held beside the passes, and the pieces of sums that one chunk does not form.
     unused = memory.fixed_bytes(known, plan) + 2 * PIECE_BYTES
