@@ -409,8 +409,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/backend/torch/support.py",
-        "transform._replace(temperatures=temperatures[rows])",
-        "transform._replace(temperatures=temperatures[: rows.stop - rows.start])",
+        "transform.of(rows)",
+        "transform.of(slice(rows.stop - rows.start))",
         "an offset: temperatures of the second block of rows",
         "kernels/test_support_statistics.py::test_gradient_against_float64",
     ),

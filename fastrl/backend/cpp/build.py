@@ -24,7 +24,7 @@ _PROCESSOR_FLAGS = (("-march=native",), ("-mcpu=native",), ())
 _NINJA_FILE = """
 rule library
   command = {command} -o $out $in
-build {library}: library {sources} | {headers}
+build {library}: library {sources}
 """
 
 
@@ -113,10 +113,9 @@ def build(name: str, files: Mapping[str, str]) -> Path:
         for file, text in files.items():
             (Path(folder) / file).write_text(text)
         sources = " ".join(file for file in files if file.endswith(".cpp"))
-        headers = " ".join(file for file in files if not file.endswith(".cpp"))
         quoted = shlex.join(command).replace("$", "$$")
-        ninja_file = _NINJA_FILE.format(command=quoted, library=library, sources=sources, headers=headers)
-        (Path(folder) / "build.ninja").write_text(ninja_file)
+        rule = _NINJA_FILE.format(command=quoted, library=library, sources=sources)
+        (Path(folder) / "build.ninja").write_text(rule)
         _run([_ninja(), "-C", folder], "compiling the C++ backend")
         os.replace(Path(folder) / library, target)
     return target

@@ -76,14 +76,6 @@ def _expression(node: ast.expr, values: set[str], conditions: set[str], callable
     raise _refuse(node)
 
 
-def _taken_apart(statement: ast.stmt) -> str | None:
-    """The name whose parts the statement assigns to several names, if it does."""
-    match statement:
-        case ast.Assign(targets=[ast.Tuple()], value=ast.Name(id=name)):
-            return name
-    return None
-
-
 def translate(function: ast.FunctionDef, callables: set[str]) -> str:
     """One formula as a C++ function; `callables` are the functions that it may call."""
     a = function.args
@@ -91,7 +83,8 @@ def translate(function: ast.FunctionDef, callables: set[str]) -> str:
         raise _refuse(function)
     names = [argument.arg for argument in a.args]
     called = {n.func.id for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    arrays = set(map(_taken_apart, function.body)) & set(names)
+    assigned = [s for s in function.body if isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Tuple)]
+    arrays = {s.value.id for s in assigned if isinstance(s.value, ast.Name)} & set(names)
     types = {name: "auto" if name in called else "const auto&" if name in arrays else "double" for name in names}
     values, conditions = set(names) - called - arrays, set[str]()
     callables = callables | (set(names) & called)

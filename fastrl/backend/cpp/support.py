@@ -11,7 +11,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from fastrl.backend.contract import Best, ByToken, Entries, LossTerms, Statistics, Support, Transform
+from fastrl.backend.contract import Best, ByToken, Entries, LossTerms, Statistics, Support, Transform, offsets_of
 from fastrl.backend.cpp.library import (
     ELEMENTS,
     SCALING,
@@ -176,8 +176,7 @@ def support_restrict(logits: Tensor, first: int, rows: Tensor, token_ids: Tensor
     """See `fastrl.backend.contract`."""
     n, width = logits.shape
     at, stride = _matrix("logits", logits)
-    row_numbers = pointer("rows", rows, n, torch.int64)
-    tile_of_rows = row_numbers, n, at, width, stride, first, ELEMENTS[logits.dtype]
+    tile_of_rows = pointer("rows", rows, n, torch.int64), n, at, width, stride, first, ELEMENTS[logits.dtype]
     call("fastrl_support_restrict", _support(token_ids, offsets, None), *tile_of_rows)
 
 
@@ -189,16 +188,14 @@ def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, m
         torch.empty(rows, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int32, torch.int64)
     )
     log_min_p = math.log(min_p) if min_p > 0 else -math.inf
-    work = [x.data_ptr() for x in (pivots, firsts, counts)]
-    options = top_k, temperature, top_p, log_min_p
-    search = _SEARCH.pack(*fields, *options, *work)
+    work = (x.data_ptr() for x in (pivots, firsts, counts))
+    search = _SEARCH.pack(*fields, top_k, temperature, top_p, log_min_p, *work)
     call("fastrl_find_support_choose", search)
     wrong = (counts < 0).nonzero()
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(f"logits row {row} has {_WRONG[int(counts[row])]}")
-    offsets = torch.zeros(rows + 1, dtype=torch.int64, device="cpu")
-    torch.cumsum(counts, 0, out=offsets[1:])
+    offsets = offsets_of(counts)
     token_ids = torch.empty(int(offsets[-1]), dtype=torch.int32, device="cpu")
     call("fastrl_find_support_write", search, offsets.data_ptr(), token_ids.data_ptr())
     return token_ids, offsets

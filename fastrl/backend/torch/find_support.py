@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from fastrl.backend.contract import offsets_of
 from fastrl.backend.torch.rows import row_blocks
 
 _WRONG = {1: "a NaN", 2: "a +inf", 3: "nothing but -inf"}
@@ -99,7 +100,7 @@ def find_support(logits: Tensor, temperature: float, top_k: int, top_p: float, m
         counts = _kept(keys, pivot, dropped).sum(-1)
         cuts[:, rows] = torch.stack([pivot[:, 0], dropped[:, 0], counts, _wrong(x, z)])
     pivots, dropped, counts, wrong = cuts
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    offsets = offsets_of(counts)
     total, errors = torch.stack([offsets[-1], wrong.sum()]).tolist()
     if errors:
         row = int(wrong.nonzero()[0])

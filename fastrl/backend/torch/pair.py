@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.contract import Pair, PairStatistics
-from fastrl.backend.torch.rows import row_blocks, transformed
+from fastrl.backend.torch.rows import row_blocks, transformed, wide
 
 
 def _product(p: Tensor, log_ratio: Tensor) -> Tensor:
@@ -42,8 +42,7 @@ def _log_softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def pair_statistics(pair: Pair) -> PairStatistics:
     """See `fastrl.backend.contract`."""
     logits, teacher_logits, transform, teacher_transform, divergence = pair
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    out = torch.zeros(6, logits.shape[0], dtype=dtype, device=logits.device)
+    out = torch.zeros(6, logits.shape[0], dtype=wide(logits), device=logits.device)
     for x, rows in row_blocks(logits[None]):
         teacher_x = teacher_logits[rows]
         log_p, maximum, log_sum = _log_softmax(transformed(x, transform, rows)[0])

@@ -18,9 +18,14 @@ from fastrl.objectives.rows import RowInputs, RowObjective
 BLOCK_ENTRIES = 1 << 17
 
 
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype of the results for x: float64's own, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def transformed(x: Tensor, transform: Transform, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
     """z and dz/dx of logits x (n, V), in float32, or in float64 for float64 logits."""
-    x = x if x.dtype == torch.float64 else x.float()
+    x = x.to(wide(x))
     temperature = x.new_full((), transform.temperature)
     if transform.temperatures is not None:
         temperature = transform.temperatures[rows].to(x.dtype)[:, None]
@@ -61,8 +66,7 @@ def _block_statistics(z: Tensor, targets: Tensor, valid: Tensor) -> Statistics:
 
 def row_statistics(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Transform) -> Statistics:
     """See `fastrl.backend.contract`."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    out = torch.zeros(4, targets.numel(), dtype=dtype, device=logits.device)
+    out = torch.zeros(4, targets.numel(), dtype=wide(logits), device=logits.device)
     for block, rows in row_blocks(logits):
         z, _ = transformed(block, transform, rows)
         y = targets[rows]

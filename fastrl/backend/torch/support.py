@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.contract import Best, ByToken, Entries, LossTerms, Statistics, Support, Transform
-from fastrl.backend.torch.rows import BLOCK_ENTRIES, row_gradient, row_statistics, row_terms
+from fastrl.backend.torch.rows import BLOCK_ENTRIES, row_gradient, row_statistics, row_terms, wide
 from fastrl.objectives.rows import RowInputs, RowObjective
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _takes_part(support: Support) -> Tensor:
@@ -31,7 +27,7 @@ def _blocks(
     The block is what the row functions take: values (1, n, L) padded with -inf, the columns of the targets (-1: outside
     the support), which rows take part, and the transform.
     """
-    lengths, valid, temperatures = support.offsets.diff(), _takes_part(support), transform.temperatures
+    lengths, valid = support.offsets.diff(), _takes_part(support)
     longest = int(lengths.max()) if lengths.shape[0] else 0
     step = max(1, BLOCK_ENTRIES // max(longest, 1))
     for start in range(0, lengths.shape[0], step):
@@ -45,13 +41,12 @@ def _blocks(
         block[row, column] = values[entries]
         hits = support.token_ids[entries] == targets[rows][row]
         columns = torch.full_like(targets[rows], -1).index_put((row[hits],), column[hits])
-        own = transform if temperatures is None else transform._replace(temperatures=temperatures[rows])
-        yield rows, entries, (row, column), (block[None], columns, valid[rows], own)
+        yield rows, entries, (row, column), (block[None], columns, valid[rows], transform.of(rows))
 
 
 def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Support) -> Tensor:
     """See `fastrl.backend.contract`."""
-    rows, dtype = support.rows(), _wide(hidden)
+    rows, dtype = support.rows(), wide(hidden)
     values = torch.zeros(rows.shape[0], dtype=dtype, device=hidden.device)
     for part in torch.arange(rows.shape[0], device=rows.device).split(max(1, BLOCK_ENTRIES // hidden.shape[1])):
         ids, row = support.token_ids[part].long(), rows[part]
@@ -120,7 +115,7 @@ def _add_products(total: Tensor, gradient: Tensor, matrix: Tensor, rows: Tensor)
 
 def support_hidden(gradient: Tensor, weight: Tensor, support: Support, out: Tensor, keep: bool) -> None:
     """See `fastrl.backend.contract`."""
-    zeros = torch.zeros(weight.shape[1], dtype=_wide(weight), device=weight.device)
+    zeros = torch.zeros(weight.shape[1], dtype=wide(weight), device=weight.device)
     for row in _takes_part(support).nonzero()[:, 0].tolist():
         entries = slice(int(support.offsets[row]), int(support.offsets[row + 1]))
         out[row] = _add_products(zeros, gradient[entries], weight, support.token_ids[entries])
@@ -133,7 +128,7 @@ def support_weight(
     by_vocab = out if out is not None else out_bias
     if by_vocab is None:
         return
-    dtype = _wide(hidden)
+    dtype = wide(hidden)
     tokens, counts = by_token.token_ids.unique_consecutive(return_counts=True)
     lengths = counts.tolist()
     for token, entries, rows in zip(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastrl.backend.contract import LossTerms, Support, Transform
 from fastrl.backend.cuda import row_forward_gradient as cluster_kernel
+from fastrl.backend.torch.backend import advise
 from fastrl.backend.triton.formulas import device_terms
 from fastrl.kernels import row_forward_gradient as forward_gradient_kernel
 from fastrl.kernels import support_forward_gradient as support_forward_gradient_kernel
@@ -22,10 +23,6 @@ from fastrl.kernels.support_restrict import support_restrict
 from fastrl.kernels.support_statistics import support_gradient, support_statistics
 from fastrl.kernels.support_weight import by_token, support_weight
 from fastrl.objectives.rows import RowInputs, RowObjective
-
-
-def advise(tensor: Tensor) -> None:
-    """Do nothing; the C++ backend uses it."""
 
 
 def blank(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
