@@ -33,19 +33,12 @@ def use_backend(name: str) -> Iterator[None]:
         ValueError: another name.
         RuntimeError: that backend is not available here; the message has the reason.
     """
+    global _forced
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
     reason = _why_unavailable(name)
     if reason is not None:
         raise RuntimeError(f"the {name} backend is not available: {reason}")
-    with forcing(name):
-        yield
-
-
-@contextmanager
-def forcing(name: str) -> Iterator[None]:
-    """`use_backend` without its checks: nothing that the backend computes is looked at."""
-    global _forced
     previous, _forced = _forced, name
     try:
         yield
@@ -76,10 +69,8 @@ def _why_unavailable(name: str) -> str | None:
             return f"triton does not import ({error})"
         if not torch.cuda.is_available() and not interpreted():
             return "no CUDA or ROCm GPU (kernels run on the CPU only under Triton's interpreter)"
-    if name == "cpp":
-        reason: str | None = _module("cpp").why_unavailable()
-        return reason
-    return None
+    reason: str | None = _module("cpp").why_unavailable() if name == "cpp" else None
+    return reason
 
 
 def forced() -> str:
@@ -104,7 +95,7 @@ def _chosen(name: str, device: torch.device) -> ModuleType:
 
 
 def resolved(name: str, device: str) -> str:
-    """The name of the backend that `kernels` returns for a device: the given name; for "", the fastest backend's.
+    """The name of the backend that `row_functions` takes on a device: the given name; for "", the fastest backend's.
 
     torch.compile cannot trace imports, so while it traces, the result for "" is "".
     """

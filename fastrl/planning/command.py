@@ -24,18 +24,11 @@ def main(argv: Sequence[str]) -> int:
         " cost: U = 2 x tokens x hidden x vocabulary floating-point operations (of tokens without a recorded support if"
         " others have one); estimated times are relative to the chosen plan's.",
     )
-    parser.add_argument(
-        "--unrecorded",
-        type=int,
-        default=0,
-        help="tokens without a recorded support (or with a very wide one) beside those that have one",
-    )
-    parser.add_argument(
-        "--device",
-        type=str.lower,
-        choices=("cuda", *NAMED_GPUS, "cpu"),
-        help="a GPU that is named need not be here; default: the GPU if there is one",
-    )
+    add = parser.add_argument
+    told = "tokens without a recorded support (or with a very wide one) beside those that have one"
+    add("--unrecorded", type=int, default=0, help=told)
+    told = "a GPU that is named need not be here; default: the GPU if there is one"
+    add("--device", type=str.lower, choices=("cuda", *NAMED_GPUS, "cpu"), help=told)
     options = parser.parse_args(argv)
     named = NAMED_GPUS.get(options.device)
     device = options.device if named is None else named.kind
@@ -71,29 +64,14 @@ def call_parser(prog: str, description: str) -> argparse.ArgumentParser:
     add("--budget", help="such as 512MiB; default: a sixteenth of the device's memory")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--logits-dtype", choices=("float32",), help="of the logits, unrounded sums; default: that of the head")
-    names = [*PRESETS, "logprobs"]
-    add(
-        "--objective",
-        choices=names,
-        default="GRPO",
-        metavar="NAME",
-        help=f"one of {', '.join(PRESETS)}; or logprobs, for log-probabilities alone; default: %(default)s",
-    )
+    told = f"one of {', '.join(PRESETS)}; or logprobs, for log-probabilities alone; default: %(default)s"
+    add("--objective", choices=[*PRESETS, "logprobs"], default="GRPO", metavar="NAME", help=told)
     add("--gradients", default="hidden,weight", help="some of hidden,weight,bias, or none; default: %(default)s")
     add("--on-policy", action="store_true", help="without old log-probabilities")
     add("--longest", type=int, help="tokens of the longest response; default: all")
     add("--kept", type=int, default=0, help="recorded ids of all tokens' sampling masks together; default: no masks")
-    add(
-        "--teacher-hidden",
-        type=int,
-        help="width of a teacher's hidden states: plans linear_divergence, whatever --objective says; U counts the"
-        " student's products, TFLOP the teacher's too",
-    )
-    add(
-        "--gathered",
-        type=int,
-        default=0,
-        help="ids whose log-probabilities are asked for, of all tokens together: plans linear_gathered_logprobs,"
-        " whatever --objective says",
-    )
+    told = "width of a teacher's hidden states: plans linear_divergence, whatever --objective says; U counts the"
+    add("--teacher-hidden", type=int, help=f"{told} student's products, TFLOP the teacher's too")
+    told = "ids whose log-probabilities are asked for, of all tokens together: plans linear_gathered_logprobs,"
+    add("--gathered", type=int, default=0, help=f"{told} whatever --objective says")
     return parser

@@ -57,16 +57,10 @@ class MemoryPlans:
         plan = next((plan for plan in self.fitting if plan.name == name), None)
         if plan is None:
             return ("", name, "", "", "", f"from {text(self.least[name])}", "")
+        arrow, time = "->" if name == self.chosen.name else "", self.seconds[name] / self.seconds[self.chosen.name]
         tiles = ", ".join(f"{kind} {tile.rows} x {tile.columns}" for kind, tile in plan.tiles.items())
-        return (
-            "->" if name == self.chosen.name else "",
-            name,
-            f"{plan.units}U",
-            f"{plan.flops / 1e12:.3g}",
-            f"{self.seconds[name] / self.seconds[self.chosen.name]:.2f}",
-            text(plan.temporary_bytes),
-            tiles,
-        )
+        costs = f"{plan.units}U", f"{plan.flops / 1e12:.3g}", f"{time:.2f}", text(plan.temporary_bytes)
+        return (arrow, name, *costs, tiles)
 
 
 def plan_memory(

@@ -243,14 +243,13 @@ def run(plan: Plan) -> Iterator[None]:
 
 def _advice(plan: Plan) -> str:
     size, least = plan.temporary_bytes, min(least_budget(plan.call, name) for name in _allowed(plan.call))
-    taken = (
-        f"out of memory in the plan {plan.name}, which takes {size} bytes ({text(size)}) beside results and gradients"
-    )
-    if least >= size:
-        return f"{taken}, the least that so many tokens can take"
     half = max(size // 2, least)
-    smaller = choose(plan.call, half).name
-    return f"{taken}: memory_budget={half} makes it {smaller}; the smallest is memory_budget={least}"
+    told = ", the least that so many tokens can take"
+    if least < size:
+        smaller = choose(plan.call, half).name
+        told = f": memory_budget={half} makes it {smaller}; the smallest is memory_budget={least}"
+    taken = f"takes {size} bytes ({text(size)}) beside results and gradients"
+    return f"out of memory in the plan {plan.name}, which {taken}{told}"
 
 
 def applicable(call: Call) -> tuple[str, ...]:
