@@ -34,6 +34,7 @@ _FUNCTIONS = {
 _BINARY = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.BitAnd: "&&", ast.BitOr: "||"}
 _COMPARE = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=="}
 _LOGICAL = (ast.BitAnd, ast.BitOr)
+_PARAMETERS = {"value": "double", "function": "auto", "array": "const auto&"}  # a parameter's type, by what it is
 
 
 class TranslationError(ValueError):
@@ -44,25 +45,25 @@ def _refuse(node: ast.AST) -> TranslationError:
     return TranslationError(f"formulas line {getattr(node, 'lineno', '?')}: cannot translate {ast.unparse(node)!r}")
 
 
-def _is_condition(node: ast.expr, conditions: set[str]) -> bool:
+def _is_condition(node: ast.expr, kinds: dict[str, str]) -> bool:
     return (
         isinstance(node, ast.Compare)
         or (isinstance(node, ast.BinOp) and isinstance(node.op, _LOGICAL))
-        or (isinstance(node, ast.Name) and node.id in conditions)
+        or (isinstance(node, ast.Name) and kinds.get(node.id) == "condition")
     )
 
 
-def _expression(node: ast.expr, values: set[str], conditions: set[str], callables: set[str]) -> str:
+def _expression(node: ast.expr, kinds: dict[str, str]) -> str:
     def sub(child: ast.expr, condition: bool = False) -> str:
-        if _is_condition(child, conditions) != condition:
+        if _is_condition(child, kinds) != condition:
             raise _refuse(child)
-        return _expression(child, values, conditions, callables)
+        return _expression(child, kinds)
 
     match node:
         case ast.Constant(value=float()):
             return repr(node.value)
-        case ast.Name() if node.id in values | conditions:
-            return node.id
+        case ast.Name(id=name) if kinds.get(name) in ("value", "condition"):
+            return name
         case ast.UnaryOp(op=ast.USub()):
             return f"(-{sub(node.operand)})"
         case ast.BinOp() if type(node.op) in _BINARY:
@@ -70,57 +71,55 @@ def _expression(node: ast.expr, values: set[str], conditions: set[str], callable
             return f"({sub(node.left, logical)} {_BINARY[type(node.op)]} {sub(node.right, logical)})"
         case ast.Compare(ops=[op], comparators=[right]) if type(op) in _COMPARE:
             return f"({sub(node.left)} {_COMPARE[type(op)]} {sub(right)})"
-        case ast.Call(func=ast.Name(id=name), keywords=[]) if name in callables:
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if kinds.get(name) == "function":
             arguments = [sub(a, name == "where" and i == 0) for i, a in enumerate(node.args)]
             return f"{name}({', '.join(arguments)})"
     raise _refuse(node)
 
 
-def translate(function: ast.FunctionDef, callables: set[str]) -> str:
-    """One formula as a C++ function; `callables` are the functions that it may call."""
-    a = function.args
+def _translate(function: ast.FunctionDef, functions: set[str]) -> str:
+    """One formula as a C++ function; `functions` are those that it may call."""
+    a, before = function.args, function.body[:-1]
     if a.posonlyargs or a.kwonlyargs or a.vararg or a.kwarg or a.defaults or function.decorator_list:
         raise _refuse(function)
-    names = [argument.arg for argument in a.args]
     called = {n.func.id for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    assigned = [s for s in function.body if isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Tuple)]
-    arrays = {s.value.id for s in assigned if isinstance(s.value, ast.Name)} & set(names)
-    types = {name: "auto" if name in called else "const auto&" if name in arrays else "double" for name in names}
-    values, conditions = set(names) - called - arrays, set[str]()
-    callables = callables | (set(names) & called)
-    lines = []
-    for i, statement in enumerate(function.body):
+    assigned = [s for s in before if isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Tuple)]
+    arrays = {s.value.id for s in assigned if isinstance(s.value, ast.Name)}
+    own = {x.arg: "function" if x.arg in called else "array" if x.arg in arrays else "value" for x in a.args}
+    kinds, lines = dict.fromkeys(functions, "function") | own, []
+    for statement in before:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in values | conditions | callables:
-                lines.append(f"  const auto {name} = {_expression(value, values, conditions, callables)};")
-                (conditions if _is_condition(value, conditions) else values).add(name)
-            case ast.Assign(targets=[ast.Tuple(elts=items)], value=ast.Name(id=name)) if name in arrays:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in kinds:
+                lines.append(f"  const auto {name} = {_expression(value, kinds)};")
+                kinds[name] = "condition" if _is_condition(value, kinds) else "value"
+            case ast.Assign(targets=[ast.Tuple(elts=items)], value=ast.Name(id=name)) if kinds.get(name) == "array":
                 parts = [item.id for item in items if isinstance(item, ast.Name)]
-                if len(parts) < len(items) or set(parts) & (values | conditions | callables | arrays):
+                if len(parts) < len(items) or kinds.keys() & parts:
                     raise _refuse(statement)
                 lines.append(f"  const auto& [{', '.join(parts)}] = {name};")
-                values.update(parts)
-            case ast.Return(value=ast.Tuple(elts=items)) if i == len(function.body) - 1:
-                results = ", ".join(_expression(item, values, conditions, callables) for item in items)
-                lines.append(f"  return Results<{len(items)}>{{{results}}};")
-            case ast.Return(value=ast.expr() as value) if i == len(function.body) - 1:
-                lines.append(f"  return {_expression(value, values, conditions, callables)};")
+                kinds |= dict.fromkeys(parts, "value")
             case _:
                 raise _refuse(statement)
-    if not isinstance(function.body[-1], ast.Return):
-        raise _refuse(function)
-    parameters = ", ".join(f"{kind} {name}" for name, kind in types.items())
+    match function.body[-1]:
+        case ast.Return(value=ast.Tuple(elts=items)):
+            results = ", ".join(_expression(item, kinds) for item in items)
+            lines.append(f"  return Results<{len(items)}>{{{results}}};")
+        case ast.Return(value=ast.expr() as value):
+            lines.append(f"  return {_expression(value, kinds)};")
+        case last:
+            raise _refuse(last)
+    parameters = ", ".join(f"{_PARAMETERS[kind]} {name}" for name, kind in own.items())
     return f"inline auto {function.name}({parameters}) {{\n" + "\n".join(lines) + "\n}\n"
 
 
 def translate_source(source: str) -> str:
     """All formulas of a Python source, in order."""
-    callables, out = set(_FUNCTIONS), []
+    functions, out = set(_FUNCTIONS), []
     for statement in ast.parse(source).body:
         match statement:
             case ast.FunctionDef():
-                out.append(translate(statement, callables))
-                callables.add(statement.name)
+                out.append(_translate(statement, functions))
+                functions.add(statement.name)
             case ast.Expr(value=ast.Constant(value=str())) | ast.ImportFrom(module="fastrl.objectives.arithmetic"):
                 pass
             case _:
