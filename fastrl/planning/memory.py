@@ -131,8 +131,7 @@ def plans_of(call: Call, budget: int | None, share: int | None = None) -> Memory
     # Without a budget, what the plan that needs least takes is allowed whatever that is.
     size = max(share, chosen.temporary_bytes) if budget is None else budget
     least = {name: least_budget(call, name) for name in applicable(call)}
-    each = [within(call, name, size, named=budget is not None)[0] for name in least]
-    fitting = tuple(plan for plan in each if plan is not None) or (chosen,)
+    fitting = tuple(filter(None, (within(call, name, size, budget is not None)[0] for name in least))) or (chosen,)
     priced = H100 if call.device == "cuda" else CPU
     return MemoryPlans(size, chosen, fitting, least, {plan.name: plan_seconds(call, plan, priced) for plan in fitting})
 
