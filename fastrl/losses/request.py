@@ -50,7 +50,7 @@ class TensorParallel(NamedTuple):
 
     def check(self) -> None:
         """Raises TypeError or ValueError for an option that is wrong by itself."""
-        if self != ALONE:
+        if any(one is not other for one, other in zip(self, ALONE, strict=True)):
             checked_options(self.vocab_start, self.vocab_size, self.reduce_hidden_grad, self.group)
 
     def counted(self, name: str, rows: int, shard: VocabularyShard | None = None) -> int:

@@ -97,7 +97,10 @@ def split_support(sampling_mask: object, targets: Tensor, mask: Tensor | None, v
     if recorded is None:
         return None
     widest = max(int(vocab * _WIDEST_FROM_LOGITS), 64)
-    return split(recorded, targets, mask, widest, False, lambda rows, ids: False)[0]
+    supports, _ = split(recorded, targets, mask, widest, False, lambda rows, ids: False)
+    if supports.wide is None or supports.dense is None:
+        return supports
+    return supports._replace(dense_rows=supports.dense.nonzero()[:, 0])
 
 
 def unit_strides(head: Head) -> tuple[Head, int]:

@@ -54,7 +54,7 @@ class Responses:
         elif len(shape) > 1:
             self.count, self.length = shape[:-1].numel(), shape[-1]
 
-    #: Whether further tokens of these responses lie on other ranks (`fastrl.objectives.batch`).
+    #: Whether further tokens of these responses lie on other ranks (`SpreadResponses`).
     over_ranks = False
 
     def sum(self, *summands: Tensor) -> Tensor:

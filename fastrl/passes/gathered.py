@@ -92,7 +92,7 @@ def gathered_rows(
     best = no_best(entries.offsets.shape[0] - 1, logits)
     stats = _row_statistics(logits[..., :vocab], entries, options, backend, 0, values, best)
     logprobs = entry_logprobs(values, entries, options.mask, best, stats.logprobs, options.transform, vocab)
-    # The results of an operator may not share memory, but a backend may fill one (4, N) tensor.
+    # Where a backend fills one (4, N) tensor, the copies free the two parts that are not kept.
     return GatheredRows(logprobs, values, stats.maximum.clone(), stats.log_sum.clone(), stats.values)
 
 
@@ -454,4 +454,7 @@ def sharded_gathered(
 
 
 def _sharded_backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    return _gradients(**saved(ctx), upstream=upstream.detach().contiguous(), needs=Needs(*ctx.needs))
+    arguments, needs = saved(ctx), Needs(*ctx.needs)
+    if not upstream.shape[0]:  # of no entries nothing was computed, on no rank
+        return tuple(torch.zeros_like(x) if need else None for x, need in zip(arguments["head"], needs, strict=False))
+    return _gradients(**arguments, upstream=upstream.detach().contiguous(), needs=needs)

@@ -17,7 +17,7 @@ from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Statistics
 from fastrl.base import checks
 from fastrl.passes import consumed
-from fastrl.passes.operator import Operator, is_traced, saved, use_up
+from fastrl.passes.operator import Operator, is_functional, saved, use_up
 from fastrl.passes.supports import RowOptions, Supports, check_targets, outside, restrict, together
 
 #: Logits of rows with a wide support are copied and restricted in blocks of this many bytes.
@@ -59,7 +59,7 @@ def row_statistics(
     *stats, values = statistics_of(logits[..., :vocab], targets, options, backend)
     if supports is not None and supports.wide is not None:
         stats[0].masked_fill_(outside(targets, supports), torch.nan)
-    # The results of an operator may not share memory, but a backend may fill one (4, N) tensor.
+    # Where a backend fills one (4, N) tensor: autograd lets nobody change a part of it in place.
     shared = len({s.untyped_storage().data_ptr() for s in stats}) < len(stats)
     logprobs, entropy, maximum, log_sum = (s.clone() if shared else s for s in stats)
     return RowStatistics(logprobs, entropy, maximum, log_sum, values)
@@ -81,7 +81,7 @@ def statistics_of(logits: Tensor, targets: Tensor, options: RowOptions, backend:
     if supports is None:
         stats: Statistics = functions.row_statistics(logits, targets, mask, transform)
         return RowStatistics(*stats, stats.logprobs.new_empty(0))
-    support, dense, wide = supports
+    support, dense, wide, _ = supports
     by_rows = dense is not None and wide is None
     rest = functions.row_statistics(logits, targets, dense, transform) if by_rows else None
     rows = support.rows()
@@ -96,11 +96,10 @@ def statistics_of(logits: Tensor, targets: Tensor, options: RowOptions, backend:
 
 def _restricted_blocks(logits: Tensor, supports: Supports, backend: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Where dense rows have supports: blocks of dense rows, and their logits (n, V) with -inf outside the supports."""
-    if supports.wide is None or supports.dense is None:
+    if supports.wide is None or supports.dense_rows is None:
         return
     block_bytes = _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES["cpu"])
-    rows = supports.dense.nonzero()[:, 0]
-    for chosen in rows.split(max(1, block_bytes // (logits.shape[2] * logits.element_size()))):
+    for chosen in supports.dense_rows.split(max(1, block_bytes // (logits.shape[2] * logits.element_size()))):
         block = logits[chosen // logits.shape[1], chosen % logits.shape[1]]
         restrict(block, 0, chosen, supports.wide, backend)
         yield chosen, block
@@ -145,7 +144,7 @@ def write_gradient(
     if supports is None:
         functions.row_gradient(logits, targets, mask, transform, stats, c, h, out)
         return
-    support, dense, wide = supports
+    support, dense, wide, _ = supports
     inner = out.shape[1]
     if dense is None:
         out.zero_()
@@ -197,7 +196,7 @@ def logits_backward(
         if ctx.values["consume"]:
             use_up(ctx)
         arguments = saved(ctx) | of_results(*upstream)
-        if not arguments.pop("consume") or is_traced(arguments["logits"]):
+        if not arguments.pop("consume") or is_functional(arguments["logits"]):
             return (gradient(**arguments),)
         logits = arguments["logits"] = arguments["logits"].detach()
         with consumed.marks_stay(logits):

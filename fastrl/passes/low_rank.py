@@ -36,7 +36,7 @@ class LowRank(NamedTuple):
 
 
 class _TwoProducts(Workspace):
-    """Memory for a tile of logits of both"""
+    """Memory for a tile of logits of both products."""
 
     def __init__(self, low_rank: LowRank, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -177,7 +177,8 @@ class Operator(Generic[P, R]):
             )
         first = arguments[self._names[0]]
         tensors = (first,) if self._parameters[0].inner is None else first
-        if is_traced(tensors[0]):
+        # A dispatch mode looks at operators: selective checkpointing would keep the tiles that a product overwrites.
+        if is_functional(tensors[0]) or torch._C._len_torch_dispatch_stack():
             results = self._operator(*self.unpacked(arguments))
         else:
             with profiler.record_function(f"fastrl::{self.__name__}") if profiler._is_profiler_enabled else _NOTHING:
@@ -249,14 +250,9 @@ def _apart(results: Tensor | Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
     return tuple(x.clone() if places.count(place) > 1 else x for x, place in zip(results, places, strict=True))
 
 
-def is_traced(value: Any) -> bool:
-    """Whether something looks at the operators of this call: torch.compile, its stand-ins, torch.func, a dispatch mode.
-
-    Such a mode is selective activation checkpointing, which would keep the tiles that a product overwrites.
-    """
+def is_functional(value: Any) -> bool:
+    """Whether nothing may be overwritten: in a graph of torch.compile, for its stand-ins, and under torch.func."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True
-    if torch._C._len_torch_dispatch_stack():
         return True
     return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
 

@@ -19,12 +19,13 @@ class Supports(NamedTuple):
     support: Support  # valid: the rows whose entries are gathered
     dense: Tensor | None = None  # (N,) bool: the valid rows that take the dense kernels; None: no row does
     wide: Entries | None = None  # the supports of dense rows that have one (rows without ids have none); None: none has
+    dense_rows: Tensor | None = None  # (n,) int64, of `wide` from logits: known to the backward without synchronisation
 
 
 class RowOptions(NamedTuple):
     """What holds for the rows of a call, beside their targets."""
 
-    mask: Tensor | None  # (N,) bool: the rows that count; not read with supports
+    mask: Tensor | None  # (N,) bool: the rows that count; those of the supports are among them
     transform: Transform
     supports: Supports | None = None
 
@@ -45,7 +46,7 @@ def restrict(logits: Tensor, first: int, rows: Tensor, wide: Entries, backend: s
 
 
 def together(dense: Statistics | None, support: Statistics) -> Statistics:
-    """Merges statistics in which each row is 0 in one of the two. Results of an operator may not share memory."""
+    """Merges statistics in which each row is 0 in one of the two; copies a lone one, as `row_statistics` does."""
     pairs = zip(dense or support, support, strict=True)
     return Statistics(*(b.clone() if dense is None else a + b for a, b in pairs))
 
@@ -59,10 +60,9 @@ def without_target(targets: Tensor, entries: Entries | Support) -> Tensor:
 
 def outside(targets: Tensor, supports: Supports) -> Tensor:
     """(N,) bool: valid rows whose target is not in their support."""
-    lacking = without_target(targets, supports.support) & supports.support.valid
-    if supports.wide is not None and supports.dense is not None:
-        lacking |= without_target(targets, supports.wide) & supports.dense
-    return lacking
+    support, dense, wide, _ = supports
+    valid = support.valid if dense is None else support.valid | dense
+    return without_target(targets, support if wide is None else wide) & valid
 
 
 def check_targets(targets: Tensor, supports: Supports, vocab: int) -> None:
@@ -72,12 +72,12 @@ def check_targets(targets: Tensor, supports: Supports, vocab: int) -> None:
     """
     if not checks.values_are_checked(targets):
         return
-    support, dense, wide = supports
+    support, dense, wide, _ = supports
     checks.targets_in_range(targets, support.valid if dense is None else support.valid | dense, vocab)
     missing = outside(targets, supports)
     if bool(missing.any()):
         row = int(missing.nonzero()[0])
-        offsets = support.offsets if wide is None or bool(support.valid[row]) else wide.offsets
+        offsets = support.offsets if wide is None else wide.offsets
         raise ValueError(
             f"targets row {row} is {int(targets[row])}, which is not in its sampling_mask set of"
             f" {int(offsets[row + 1] - offsets[row])} ids (SamplingMask.with_targets adds tokens that were forced,"

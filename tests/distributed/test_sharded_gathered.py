@@ -123,6 +123,7 @@ def logits_of(case: Case) -> Tensor:
 
 CASES = [Case(shards, plan) for shards in LAYOUTS.values() for plan in ("recompute", "two-pass")]
 CASES += [Case(plan="recompute", needs=("hidden",)), Case(plan="forward", needs=()), Case(reduces=False), Case(k=0)]
+CASES += [Case(k=0, sets="some")]
 CASES += [Case(shards, sets=sets) for shards in (EVEN, LAYOUTS["padded"]) for sets in ("narrow", "some")]
 CASES += [Case(ragged=True), Case(LAYOUTS["empty in the middle"], sets="some", ragged=True, reduces=False)]
 CASES += [

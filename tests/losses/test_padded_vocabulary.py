@@ -339,9 +339,17 @@ def test_bad_sizes(name: str) -> None:
         (8, ValueError, "vocab_size must be from 1 to 7, the entries of (weight|logits), got 8"),
         (True, TypeError, "vocab_size must be an int, got bool"),
         (6.0, TypeError, "vocab_size must be an int, got float"),
+        (torch.tensor([3, 4]), TypeError, "vocab_size must be an int, got Tensor"),
     ):
         with pytest.raises(error, match=message):
             called(name, vocab_size=size)
+
+
+@pytest.mark.parametrize("name", [x for x in FROM_HEAD if x != "linear_divergence"])
+def test_a_number_is_no_switch(name: str) -> None:
+    """Although 1 == True."""
+    with pytest.raises(TypeError, match="reduce_hidden_grad must be a bool, got int"):
+        called(name, 6, reduce_hidden_grad=1)
 
 
 @pytest.mark.parametrize("name", [x for x in FROM_HEAD + FROM_LOGITS if x != "linear_divergence"])

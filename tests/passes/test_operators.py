@@ -103,7 +103,7 @@ def test_opcheck(backend: str, tensors: dict[str, torch.Tensor]) -> None:
     whole = fastrl.SamplingMask.from_lists([[int(y[2]), 3, 9] if i == 2 else ids[i] for i in range(6)], y.device)
     dense = torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.bool, device=y.device)
     entries = Support(narrow.token_ids, narrow.offsets, ~dense)
-    supports = Supports(entries, dense, Entries(whole.token_ids, whole.offsets))
+    supports = Supports(entries, dense, Entries(whole.token_ids, whole.offsets), dense.nonzero()[:, 0])
     wide = RowOptions(None, transform, supports)
     sparse = logits.row_statistics(x, y, wide, V, backend, False)
     over = (sparse.logprobs, sparse.entropy)
@@ -173,7 +173,7 @@ def test_operators_take_tuples_by_order_or_by_name() -> None:
     arguments = torch.ops.fastrl.row_statistics.default._schema.arguments
     fields = ["mask", *(f"transform_{name}" for name in Transform._fields)]
     fields += [f"supports_support_{name}" for name in ("token_ids", "offsets", "valid")]
-    fields += ["supports_dense", "supports_wide_token_ids", "supports_wide_offsets"]
+    fields += ["supports_dense", "supports_wide_token_ids", "supports_wide_offsets", "supports_dense_rows"]
     options_fields = [f"options_{name}" for name in fields]
     assert [x.name for x in arguments] == ["logits", "targets", *options_fields, "vocab", "backend", "consume"]
 
