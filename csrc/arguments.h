@@ -21,10 +21,11 @@ struct Tile {
   }
 };
 
-// The contract's Transform, from a logit to z.
-struct Scaling {
+// The contract's Transform, from a logit to z, field by field.
+struct TransformArguments {
+  double temperature;
   const float* temperatures;  // or null: use `temperature`
-  double temperature, logit_scale, softcap;
+  double logit_scale, softcap;
 
   double temperature_of(int64_t row) const { return temperatures == nullptr ? temperature : temperatures[row]; }
 };

@@ -16,7 +16,7 @@ enum class Kind : int32_t { FORWARD_KL, REVERSE_KL, JSD };
 // The logits of one side, contiguous (rows, vocab). Packed by fastrl/backend/cpp/pair.py.
 struct Side {
   const void* logits;
-  Scaling transform;
+  TransformArguments transform;
   int32_t element;
 };
 

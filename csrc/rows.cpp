@@ -25,7 +25,7 @@ struct Rows {
   Tile logits;
   const int64_t* targets;
   const uint8_t* mask;  // or null
-  Scaling transform;
+  TransformArguments transform;
 
   bool valid(int64_t row) const { return mask == nullptr || mask[row]; }
 };

@@ -20,7 +20,7 @@ struct Transform {
   float inner, scale;
   double slope;  // dz/dx, without the 1 - tanh^2 of a softcap
 
-  Transform(const Scaling& s, int64_t row) : Transform(s.temperature_of(row), s.logit_scale, s.softcap) {}
+  Transform(const TransformArguments& s, int64_t row) : Transform(s.temperature_of(row), s.logit_scale, s.softcap) {}
   // a softcap of 0 means none
   Transform(double temperature, double logit_scale, double cap)
       : inner(softcap ? float(logit_scale / cap) : 1.0f),
@@ -163,8 +163,8 @@ RowStatistics row_statistics(const T* x, int64_t vocab, int64_t target, const Z&
 }
 
 // Writes the gradient with respect to the logits, given c = dL/dlogp and h = dL/dH, to `out`, which may be `x`, and may
-// be narrower where it is not. A row
-// whose target is outside [0, vocab) is a slice of a vocabulary; a NaN log-probability makes the row NaN.
+// be narrower where it is not. A row whose target is outside [0, vocab) is a slice of a vocabulary; a NaN
+// log-probability makes the row NaN.
 // `kept`, if not null, is as row_statistics filled it, which saves the second exponential.
 template <class T, class Out, class Z>
 void row_gradient(const T* x, int64_t vocab, int64_t target, const Z& transform, const RowStatistics& statistics,
@@ -180,6 +180,7 @@ void row_gradient(const T* x, int64_t vocab, int64_t target, const Z& transform,
   transform.shifted(widen(x[here ? target : 0]), 0.0f, &slope);
   // 1 - p_y is computed from the log-probability: p_y rounded to 1 would lose a confident token's gradient.
   const double log_p_y = statistics.logprob, p_y = std::exp(log_p_y), entropy = statistics.entropy;
+  // At the target: slope (c (1 - p) - h p (log p + H)).
   const double from_entropy = p_y == 0 ? 0 : p_y * (log_p_y + entropy);
   const double at_target = transform.slope * slope * (c * -std::expm1(log_p_y) - h * from_entropy);
 

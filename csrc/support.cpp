@@ -32,7 +32,7 @@ struct Factors {
 
 struct RowArguments {
   const int64_t* targets;
-  Scaling transform;
+  TransformArguments transform;
 };
 
 struct ByToken {

@@ -96,7 +96,8 @@ def clip_value(log_ratio, logp, advantage, low, high, dual, delta):
 
 def clip_side(log_ratio, logp, advantage, low, high, dual, delta):
     ratio = exp(log_ratio)
-    # For A < 0 the loss is |A| max(min(r, delta), clip(r)), so a delta inside the clip range never binds.
+    # For A > 0 (good) the loss is clipped above alone; for A < 0 (bad) it is |A| max(min(r, delta), clip(r)), at most
+    # |A| dual: clipped below, and above by a delta outside the clip range, or by dual.
     good_above = (advantage > 0.0) & ((ratio > 1.0 + high) | (ratio > delta))
     bad_above = (advantage < 0.0) & (((ratio > 1.0 + high) & (ratio > delta)) | (ratio > dual))
     bad_below = (advantage < 0.0) & (ratio < 1.0 - low)

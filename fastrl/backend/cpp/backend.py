@@ -10,14 +10,14 @@ from torch import Tensor
 from fastrl.backend.contract import LossTerms, Statistics, Transform
 from fastrl.backend.cpp.library import (
     ELEMENTS,
-    SCALING,
     TILE,
+    TRANSFORM,
     call,
     layout,
     objective_arguments,
     pointer,
-    scaling,
     tile,
+    transform_arguments,
     why_unavailable,
 )
 from fastrl.backend.cpp.pair import pair_forward_gradient, pair_gradient, pair_statistics
@@ -41,7 +41,7 @@ from fastrl.objectives.rows import RowInputs, RowObjective
 _HUGE_PAGE = 2 << 20
 
 # The structs of csrc/rows.cpp.
-_ROWS = layout(f"{TILE}2P{SCALING}")
+_ROWS = layout(f"{TILE}2P{TRANSFORM}")
 _GRADIENT = layout(f"6P{TILE}")
 
 
@@ -50,7 +50,7 @@ def _rows(logits: Tensor, targets: Tensor, mask: Tensor | None, transform: Trans
     if vocab == 0:
         raise ValueError(f"logits must have at least one column, got shape {tuple(logits.shape)}")
     per_row = pointer("targets", targets, a * b, torch.int64), pointer("mask", mask, a * b, torch.bool)
-    return _ROWS.pack(*fields, *per_row, *scaling(transform, a * b))
+    return _ROWS.pack(*fields, *per_row, *transform_arguments(transform, a * b))
 
 
 def _gradient(out: Tensor, logits: Tensor, even: bool) -> tuple[int, ...]:

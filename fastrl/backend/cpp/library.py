@@ -84,7 +84,7 @@ def call(name: str, *arguments: Any) -> None:
 
 # The structs of csrc/arguments.h.
 TILE = "P5q2i"
-SCALING = "P3d"
+TRANSFORM = "dP2d"
 
 
 def layout(fields: str) -> Struct:
@@ -106,10 +106,10 @@ def tile(name: str, logits: Tensor) -> tuple[int, ...]:
     return address(name, logits), a, b, vocab, stride_a, stride_b, ELEMENTS[logits.dtype], threads
 
 
-def scaling(transform: Transform, rows: int) -> tuple[int, float, float, float]:
-    """The fields of a Scaling: the transform of so many rows."""
+def transform_arguments(transform: Transform, rows: int) -> tuple[float, int, float, float]:
+    """The fields of a TransformArguments: the transform of so many rows."""
     temperature, temperatures, logit_scale, softcap = transform
-    return pointer("temperatures", temperatures, rows), temperature, logit_scale, softcap
+    return temperature, pointer("temperatures", temperatures, rows), logit_scale, softcap
 
 
 def pointer(name: str, tensor: Tensor | None, count: int, dtype: torch.dtype = torch.float32) -> int:

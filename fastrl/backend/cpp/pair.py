@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fastrl.backend.contract import Pair, PairStatistics
-from fastrl.backend.cpp.library import ELEMENTS, SCALING, address, call, layout, pointer, scaling
+from fastrl.backend.cpp.library import ELEMENTS, TRANSFORM, address, call, layout, pointer, transform_arguments
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
-_SIDE = f"P{SCALING}i"
+_SIDE = f"P{TRANSFORM}i"
 _PAIR = layout(f"{_SIDE}{_SIDE}2qd2i3Pi")  # the struct of csrc/pair.cpp
 
 
@@ -32,7 +32,7 @@ def _packed(pair: Pair, statistics: Tensor, c: Tensor | None, out: Tensor | None
     sides = ("logits", logits, transform), ("teacher_logits", teacher_logits, teacher_transform)
     fields: list[float] = []
     for name, x, applied in sides:
-        fields += [_address(name, x, shape), *scaling(applied, shape[0]), ELEMENTS[x.dtype]]
+        fields += [_address(name, x, shape), *transform_arguments(applied, shape[0]), ELEMENTS[x.dtype]]
     return _PAIR.pack(
         *fields,
         *shape,

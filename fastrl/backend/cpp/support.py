@@ -14,22 +14,22 @@ from torch import Tensor
 from fastrl.backend.contract import Best, ByToken, Entries, LossTerms, Statistics, Support, Transform, offsets_of
 from fastrl.backend.cpp.library import (
     ELEMENTS,
-    SCALING,
     TILE,
+    TRANSFORM,
     address,
     call,
     layout,
     objective_arguments,
     pointer,
-    scaling,
     tile,
+    transform_arguments,
 )
 from fastrl.objectives.rows import RowInputs, RowObjective
 
 # The structs of csrc/support.cpp,
 _SUPPORT = layout("3Pqi")
 _FACTORS = layout("3P3qi")
-_ROW_ARGUMENTS = layout(f"P{SCALING}")
+_ROW_ARGUMENTS = layout(f"P{TRANSFORM}")
 _BY_TOKEN = layout("3P2q2i")
 _STATISTICS = layout("4P")
 # of csrc/find_support.cpp
@@ -80,7 +80,7 @@ def _factors(hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None =
 
 def _arguments(targets: Tensor, transform: Transform) -> bytes:
     rows = targets.numel()
-    return _ROW_ARGUMENTS.pack(pointer("targets", targets, rows, torch.int64), *scaling(transform, rows))
+    return _ROW_ARGUMENTS.pack(pointer("targets", targets, rows, torch.int64), *transform_arguments(transform, rows))
 
 
 def support_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Support) -> Tensor:
