@@ -176,10 +176,10 @@ def scalar(name: str, value: object, *, positive: bool = False) -> float | Tenso
 
 def divisor(name: str, value: object, default: float | Tensor) -> float | Tensor:
     """A checked denominator, or the default without one; 1 in the place of 0, for then there is nothing to divide."""
-    found = default if value is None else scalar(name, value, positive=True)
-    if not isinstance(found, Tensor):
-        return found or 1
-    return torch.where(found > 0, found, 1).detach()  # reading the value would wait for the device
+    checked = default if value is None else scalar(name, value, positive=True)
+    if not isinstance(checked, Tensor):
+        return checked or 1
+    return torch.where(checked > 0, checked, 1).detach()  # reading the value would wait for the device
 
 
 def targets(value: object, leading: Sequence[int], why: str, like: Tensor, like_name: str) -> Tensor:

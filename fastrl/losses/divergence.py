@@ -138,7 +138,7 @@ def linear_divergence(
     c = checks.nan_where_wrong(_weights(token_weights, denominator, like, valid, request.num_tokens), mask)
 
     rows = active = -1
-    if valid is not None and request.waits and not torch.compiler.is_compiling():
+    if valid is not None and request.may_synchronise and not torch.compiler.is_compiling():
         rows, active = counted(valid, c != 0)
     request = request._replace(copied=request.copied + teacher_copied)
     sizes = Teacher(teacher.hidden.shape[1], teacher.hidden.element_size(), teacher_wide)
@@ -149,7 +149,7 @@ def linear_divergence(
         if plan.name == "forward-gradient":
             loss, per_row, *_ = divergence_forward_gradient(*arguments, c, run, active)
         else:
-            stats = divergence_statistics(*arguments, run, request.waits)
+            stats = divergence_statistics(*arguments, run, request.may_synchronise)
             loss, per_row = weighted_sum(stats.divergence, c), stats.divergence
     return DivergenceLoss(loss, per_row.detach().view(like.shape))
 

@@ -195,5 +195,5 @@ def _estimate(kl: object, like: Tensor, like_name: str) -> Tensor:
     checks.same_device("kl", kl, like, like_name)
     if kl.ndim > 1:
         raise ValueError(f"kl must be 0-dim, or have shape (mismatched responses,), got {tuple(kl.shape)}")
-    found = wide(kl.detach())
-    return found if kl.ndim == 0 else (found.sum() / max(len(found), 1)).clamp_min(0)
+    kl = wide(kl.detach())
+    return kl if kl.ndim == 0 else (kl.sum() / max(len(kl), 1)).clamp_min(0)

@@ -101,7 +101,12 @@ def loss_by_plan(problem: Problem, request: Request, plan: Plan, asked: _Respons
 def _ask_of_rows(problem: Problem, request: Request) -> _Rows | None:
     """Counts the rows in one synchronisation, if their number is not known; None while torch.compile traces."""
     mask, objective = request.mask, problem.objective
-    if mask is None or not request.waits or torch.compiler.is_compiling() or not isinstance(objective, Objective):
+    if (
+        mask is None
+        or not request.may_synchronise
+        or torch.compiler.is_compiling()
+        or not isinstance(objective, Objective)
+    ):
         return None
     of_rows = row_objective(objective, problem.batch, problem.weights)
     return _Rows(of_rows, *counted(mask, active_rows(of_rows[1])))

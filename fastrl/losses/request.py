@@ -197,7 +197,7 @@ class Request(NamedTuple):
         return self.head.entries if self.shard is None else self.shard.total
 
     @property
-    def waits(self) -> bool:
+    def may_synchronise(self) -> bool:
         """Whether the host may wait for a GPU to learn which rows are computed."""
         return self.mask is not None and self.num_tokens < 0
 
@@ -404,9 +404,9 @@ def statistics(request: Request, plan: Plan, all_statistics: bool = False) -> St
     supports, shard, run = request.supports, request.shard, Run(forced(), request.num_rows, plan)
     options = RowOptions(mask, transform, supports)
     if shard is None:
-        return Statistics(*linear_statistics(head, targets, options, run, request.waits, all_statistics)[:4])
+        return Statistics(*linear_statistics(head, targets, options, run, request.may_synchronise, all_statistics)[:4])
     lacking = None
     if supports is not None:
         check_targets(targets, supports, shard.total)
         lacking, options = outside(targets, supports), options._replace(supports=of_shard(supports, shard))
-    return sharded_statistics(head, targets, options, lacking, run, request.waits, shard)
+    return sharded_statistics(head, targets, options, lacking, run, request.may_synchronise, shard)

@@ -137,8 +137,8 @@ def _entry_bytes(transform: Transform) -> int:
 def _times_slope(x: Tensor, rows: Tensor, transform: Transform) -> Tensor:
     """x (n,) of entries in these rows, times dz/dx where there is no softcap; may be x itself, changed."""
     if transform.temperatures is not None:
-        slopes = (transform.logit_scale / transform.temperatures.double()).to(x.dtype)
-        return x.mul_(slopes.index_select(0, rows))
+        slope_of_rows = (transform.logit_scale / transform.temperatures.double()).to(x.dtype)
+        return x.mul_(slope_of_rows.index_select(0, rows))
     slope = transform.logit_scale / transform.temperature
     return x if slope == 1 else x.mul_(slope)
 

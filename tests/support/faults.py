@@ -573,8 +573,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/losses/kto.py",
-        "(found.sum() / max(len(found), 1)).clamp_min(0)",
-        "found.sum() / max(len(found), 1)",
+        "(kl.sum() / max(len(kl), 1)).clamp_min(0)",
+        "kl.sum() / max(len(kl), 1)",
         "a bound: the estimate of a KL below 0",
         "losses/test_kto.py::test_kto_is_the_mean_over_responses",
     ),

@@ -47,9 +47,9 @@ def _packed(pair: Pair, statistics: Tensor, c: Tensor | None, out: Tensor | None
 
 
 def _forward(pair: Pair, c: Tensor | None, out: Tensor | None) -> PairStatistics:
-    found = torch.empty(6, pair.logits.shape[0], dtype=torch.float32, device="cpu")
-    call("fastrl_pair_forward_gradient", _packed(pair, found, c, out))
-    return PairStatistics(*found)
+    results = torch.empty(6, pair.logits.shape[0], dtype=torch.float32, device="cpu")
+    call("fastrl_pair_forward_gradient", _packed(pair, results, c, out))
+    return PairStatistics(*results)
 
 
 def pair_statistics(pair: Pair) -> PairStatistics:

@@ -182,9 +182,9 @@ def row_forward_gradient(
     """See `fastrl.backend.contract`, for a call that `fits`. The objective runs in float64 on float32 values."""
     rows, vocab = targets.numel(), logits.shape[-1]
     results = torch.empty(2 + len(TERMS), rows, dtype=torch.float32, device=logits.device)
-    found = LossTerms(results[0], results[1], results[2:])
+    terms = LossTerms(results[0], results[1], results[2:])
     if rows == 0:
-        return found
+        return terms
 
     def address(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
@@ -210,4 +210,4 @@ def row_forward_gradient(
     variant = Variant(logits.dtype, segments, size, *flags, objective.gate, objective.kl)
     with on_device(logits):
         _kernel(variant, logits.device.index).launch(rows * segments, size, shared, arguments)
-    return found
+    return terms

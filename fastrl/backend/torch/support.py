@@ -92,8 +92,8 @@ def support_forward_gradient(
     """See `fastrl.backend.contract`."""
     statistics = support_statistics(values, targets, support, transform)
     terms, c, h = row_terms(statistics.logprobs, statistics.entropy, _takes_part(support), objective, inputs)
-    slopes = c, None if inputs.entropy_weights is None else h
-    support_gradient(values, targets, support, transform, statistics, *slopes, out)
+    coefficients = c, None if inputs.entropy_weights is None else h
+    support_gradient(values, targets, support, transform, statistics, *coefficients, out)
     return LossTerms(statistics.logprobs.clone(), statistics.entropy.clone(), terms)  # no result of which keeps others
 
 
