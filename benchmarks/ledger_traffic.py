@@ -57,7 +57,7 @@ RESULTS = {
     "gather_entries_kernel": ("values_ptr", "best_ids_ptr", "best_values_ptr", "targets_ptr"),
     "entry_rows_kernel": ("rows_ptr", "keys_ptr"),
     "support_products_kernel": ("values_ptr",),
-    "support_forward_gradient_kernel": ("gradient_ptr", "logprobs_ptr", "entropies_ptr", "terms_ptr"),
+    "support_forward_gradient_kernel": ("gradient_ptr",),
     "heads_kernel": ("heads_ptr", "sorted_rows_ptr"),
     "segment_sums_kernel": ("partials_ptr", "bias_partials_ptr"),
 }

@@ -158,8 +158,9 @@ def _mean_by_tiles(request: Request, plan: Plan, spare: int) -> Tensor:
     vocab = head.weight.shape[0]
     max_bytes = _LARGEST_PIECE.get(head.weight.device.type, _PIECE_BYTES)
     entries = max(_PIECE_BYTES, min(spare, max_bytes)) // (4 * _COPIES)
-    tile, wide = plan.tile("statistics", used.count), plan.call.float32_logits
-    workspace = Workspace(head, tile, used.index is not None, forced(), plan.mapped, wide)
+    tile = plan.tile("statistics", used.count)
+    memory = (head, tile, used.index is not None, forced(), plan.mapped)
+    workspace = Workspace(*memory, plan.call.float32_logits)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
         hidden = workspace.hidden(where)

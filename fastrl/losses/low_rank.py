@@ -11,11 +11,11 @@ from fastrl.losses.logprobs import TokenStats
 from fastrl.losses.request import linear_request, planned
 from fastrl.objectives.row_local import ANY
 from fastrl.passes.head import Run
-from fastrl.passes.low_rank import LowRank, low_rank_statistics, piece_bytes
+from fastrl.passes.low_rank import LowRank, low_rank_statistics
 from fastrl.passes.supports import RowOptions
 from fastrl.planning import plans
 from fastrl.planning.budget import BudgetTooSmall
-from fastrl.planning.tiling import Needs
+from fastrl.planning.tiling import Needs, elementwise_bytes
 
 
 def low_rank_token_logprobs(
@@ -58,7 +58,7 @@ def low_rank_token_logprobs(
     of_rank = 4 * rank * (request.vocab + call.rows)  # a tile's factors of the second product in another dtype
     if any(request.needs) or (torch.is_grad_enabled() and (down.requires_grad or up.requires_grad)):
         name, call = "recompute", call._replace(needs=Needs(True, *request.needs[1:]))
-        of_rank += of_rank + piece_bytes(call.device)  # the float32 sums of the gradients
+        of_rank += of_rank + elementwise_bytes(call.device)  # the float32 sums of the gradients
     try:
         plan = plans.choose(call._replace(copied=call.copied + of_rank), request.budget, names=(name,))
     except BudgetTooSmall as error:

@@ -230,7 +230,7 @@ def linear_request(
     if targets is not None:
         like = checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden")
     budget = None if memory_budget is None else parse_budget(memory_budget)
-    wide = checks.float32_logits(logits_dtype, head.weight.dtype)
+    float32_logits = checks.float32_logits(logits_dtype, head.weight.dtype)
     arguments = vocabulary_arguments(like, mask, *of_logits, like_name)
     count = -1 if num_tokens is None else checked_count(num_tokens, arguments.mask, head.hidden.shape[0])
     if sampling_mask is not None:
@@ -240,7 +240,7 @@ def linear_request(
         copied += more
     padding = head.weight.shape[0] - head.entries
     needs = Needs(*[x is not None and x.requires_grad and torch.is_grad_enabled() for x in head[:3]])
-    return Request(head, *arguments, sampling_mask, count, budget, copied, padding, wide, needs)
+    return Request(head, *arguments, sampling_mask, count, budget, copied, padding, float32_logits, needs)
 
 
 def head_arguments(

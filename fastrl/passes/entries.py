@@ -22,7 +22,7 @@ from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Best, Entries, Statistics, Support, Transform
 from fastrl.backend.torch.rows import transformed
 from fastrl.base import checks
-from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES
+from fastrl.planning.tiling import elementwise_bytes
 
 #: In place of an id: nothing is asked for there; the token is not in its row's sampling_mask set.
 NOTHING, NOT_IN_SET = -1, -2
@@ -123,7 +123,7 @@ def over_rows(values: Tensor, entries: Entries, reduction: str, initial: float) 
 def _pieces(entries: Entries, rows: Tensor, mask: Tensor | None, each: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Pieces of the entries, of `each` bytes per entry: (positions, their rows, which of them are asked for)."""
     nnz, device = entries.token_ids.shape[0], entries.token_ids.device
-    step = ELEMENTWISE_BYTES.get(device.type, PIECE_BYTES) // each
+    step = elementwise_bytes(device.type) // each
     for first in range(0, nnz, step):
         part = slice(first, min(first + step, nnz))
         there = entries.token_ids[part] != NOTHING

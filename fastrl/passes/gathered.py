@@ -47,7 +47,7 @@ from fastrl.passes.operator import Once, Operator, saved
 from fastrl.passes.rows import Rows
 from fastrl.passes.shards import failure, start_gathered, without_elsewhere
 from fastrl.passes.supports import RowOptions, together
-from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs
+from fastrl.planning.tiling import Needs, elementwise_bytes
 
 # --- from logits ------------------------------------------------------------------------------------------------------
 
@@ -309,8 +309,7 @@ def _frozen_gradient(
     factor = gradients.totals + gradients.flags
     if hidden.dtype == torch.float16:
         factor /= slope_scale(hidden.dtype, transform)
-    piece_bytes = ELEMENTWISE_BYTES.get(out.device.type, PIECE_BYTES)
-    for part in pieces(out.shape[0], 12 * out.shape[1], piece_bytes):
+    for part in pieces(out.shape[0], 12 * out.shape[1], elementwise_bytes(out.device.type)):
         out[part] = results.slope[part] * factor[part, None] + out[part]
     return out
 

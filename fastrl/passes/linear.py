@@ -39,7 +39,7 @@ from fastrl.passes.logits import RowStatistics, coefficients, empty_statistics, 
 from fastrl.passes.operator import Operator, saved
 from fastrl.passes.rows import Rows
 from fastrl.passes.supports import RowOptions, Supports, check_targets, outside, together
-from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs
+from fastrl.planning.tiling import Needs, elementwise_bytes
 
 # --- the forward ------------------------------------------------------------------------------------------------------
 
@@ -352,8 +352,7 @@ def combine_slopes(slopes: list[Tensor], coefficients: list[Tensor]) -> Tensor:
     out = torch.empty_like(slopes[0])
     if len(slopes) == 1 and out.is_cuda:  # which casts as it multiplies; a CPU would copy its operands
         return torch.mul(slopes[0], coefficients[0][:, None], out=out)
-    piece_bytes = ELEMENTWISE_BYTES.get(out.device.type, PIECE_BYTES)
-    for part in pieces(out.shape[0], 8 * out.shape[1], piece_bytes):
+    for part in pieces(out.shape[0], 8 * out.shape[1], elementwise_bytes(out.device.type)):
         total = slopes[0][part] * coefficients[0][part, None]
         for slope, coefficient in zip(slopes[1:], coefficients[1:], strict=True):
             total += slope[part] * coefficient[part, None]

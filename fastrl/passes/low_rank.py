@@ -20,12 +20,7 @@ from fastrl.passes.logits import coefficients
 from fastrl.passes.operator import Once, saved
 from fastrl.passes.rows import Rows
 from fastrl.passes.supports import RowOptions
-from fastrl.planning.tiling import ELEMENTWISE_BYTES, PIECE_BYTES, Needs, Tile
-
-
-def piece_bytes(device: str) -> int:
-    """Bytes of a tile's rows that are copied to a wider dtype at once."""
-    return ELEMENTWISE_BYTES.get(device, PIECE_BYTES)
+from fastrl.planning.tiling import Needs, Tile, elementwise_bytes
 
 
 class LowRank(NamedTuple):
@@ -83,7 +78,7 @@ class _Backward(Backward):
         dtype = torch.promote_types(gradient.dtype, self.low_rank.up.dtype)
         up, down = self.low_rank.up[columns].to(dtype), workspace.down.to(dtype)
         row_bytes = 0 if dtype == gradient.dtype else 4 * gradient.shape[1]
-        for rows_of_tile in pieces(gradient.shape[0], row_bytes, piece_bytes(gradient.device.type)):
+        for rows_of_tile in pieces(gradient.shape[0], row_bytes, elementwise_bytes(gradient.device.type)):
             part = gradient[rows_of_tile].to(dtype)
             add_product(self.sums.down[self.part][rows_of_tile], part, up, first=False)
             add_outer(self.sums.up[columns], part, down[rows_of_tile], first=False)

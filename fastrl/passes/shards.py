@@ -178,7 +178,7 @@ def sharded_statistics(
         if options.supports is None:
             checks.targets_in_range(targets, options.mask, shard.total)
         if run.plan.name == "frozen-head":
-            of_head, slopes = _FrozenHead(shard, head, targets, options, run, True).run()
+            of_head, slopes = _ShardedFrozenHead(shard, head, targets, options, run, True).run()
             return of_head, {"slopes": slopes, "transform": options.transform}
 
         def local() -> RowStatistics:
@@ -210,7 +210,7 @@ def _start_statistics(logits: Tensor, rows: Rows, backend: str, shard: Vocabular
     return start_gathered(local, rows.targets, shard)
 
 
-class _FrozenHead(FrozenHead):
+class _ShardedFrozenHead(FrozenHead):
     """`FrozenHead` of a shard, whose slopes are parts of sums over the group, if the shard says so."""
 
     def __init__(self, shard: VocabularyShard, *args: Any) -> None:

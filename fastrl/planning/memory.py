@@ -176,8 +176,8 @@ def call_of(
         raise ValueError("teacher_hidden is of a divergence, which takes no kept, on_policy or longest")
     if gathered and (on_policy or longest or teacher_hidden is not None):
         raise ValueError("gathered is of linear_gathered_logprobs, which takes no on_policy, longest or teacher_hidden")
-    wide = checks.float32_logits(logits_dtype, dtype)
-    teacher = NO_TEACHER if teacher_hidden is None else Teacher(teacher_hidden, dtype.itemsize, wide)
+    float32_logits = checks.float32_logits(logits_dtype, dtype)
+    teacher = NO_TEACHER if teacher_hidden is None else Teacher(teacher_hidden, dtype.itemsize, float32_logits)
     return Call(
         rows=unrecorded if kept else tokens,
         hidden=hidden,
@@ -190,7 +190,7 @@ def call_of(
         support_entries=kept,
         teacher=teacher,
         gathered=gathered,
-        float32_logits=wide,
+        float32_logits=float32_logits,
         **({"scope": TOKEN} if teacher.hidden else _objective(None if gathered else objective, on_policy)),
     )
 

@@ -74,7 +74,8 @@ def fixed_bytes(call: Call, name: str) -> int:
     if call.device == "cuda" and call.support_entries:  # long sums in pieces of 256 entries, indexed by token
         total += 4 * call.hidden * call.support_entries // 256 + 8 * call.vocab
     elementwise = (name == "frozen-head") + (call.shards > 1) + (call.gathered > 0)  # each in pieces of its own
-    total += elementwise * tiling.ELEMENTWISE_BYTES.get(call.device, tiling.PIECE_BYTES)
+    if elementwise:
+        total += elementwise * tiling.elementwise_bytes(call.device)
     return total + max(call.all_rows, call.rows) * per_row
 
 

@@ -27,9 +27,8 @@ TILE_BYTES = {"cpu": 64 << 20, "cuda": 1280 << 20}
 SLICED_BYTES = {"cpu": 16 << 20}
 #: Products that are then cast or added to another tensor are formed in pieces of this many bytes.
 PIECE_BYTES = 2 << 20
-#: The same of work row by row, element by element (the slopes of a frozen head, the statistics of shards): a GPU takes
-#: a handful of launches for each piece.
-ELEMENTWISE_BYTES = {"cpu": PIECE_BYTES, "cuda": 32 << 20}
+#: The same on a GPU, of work row by row, element by element, for each piece of which it takes a handful of launches.
+_ELEMENTWISE_BYTES = {"cuda": 32 << 20}
 #: The smallest tile: with smaller ones a pass would be too slow to be useful.
 _LEAST_ROWS, _LEAST_COLUMNS = 64, 128
 #: Rows of a tile from which a product takes the time of its operations, not that of reading its factors.
@@ -265,6 +264,11 @@ def _even(total: int, most: int, block: int) -> int:
     return -(-length // block) * block
 
 
+def elementwise_bytes(device: str) -> int:
+    """Bytes of a piece of work element by element: the slopes of a frozen head, entries, the statistics of shards."""
+    return _ELEMENTWISE_BYTES.get(device, PIECE_BYTES)
+
+
 def combined_rows(shards: int, device: str) -> int:
     """The number of rows whose statistics of all shards are combined at once."""
-    return max(1, ELEMENTWISE_BYTES.get(device, PIECE_BYTES) // (_COMBINED_COPIES * 8 * (shards + 2)))
+    return max(1, elementwise_bytes(device) // (_COMBINED_COPIES * 8 * (shards + 2)))

@@ -15,7 +15,7 @@ from vocabulary import assert_as_good_as_torch, target_stats
 import fastrl
 from fastrl.backend.torch import backend as torch_backend
 from fastrl.losses import request as call
-from fastrl.passes import head as products
+from fastrl.passes import head as head_module
 from fastrl.planning.plans import use_plan
 
 # Several chunks and slices, the last of each ragged, of the smallest tile that is ever chosen (64 x 128).
@@ -229,7 +229,7 @@ def test_any_piece_of_the_weight_gives_the_same(monkeypatch: pytest.MonkeyPatch,
         return fastrl.linear_token_logprobs(hidden, weight, targets, **given).logprobs
 
     whole = run()
-    monkeypatch.setattr(products, "PIECE_BYTES", piece)
+    monkeypatch.setattr(head_module, "PIECE_BYTES", piece)
     torch.testing.assert_close(run(), whole, rtol=1e-6, atol=1e-6)
 
 

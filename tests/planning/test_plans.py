@@ -18,7 +18,7 @@ from vocabulary import assert_as_good_as_torch
 import fastrl
 from fastrl.backend.torch import backend as torch_backend
 from fastrl.passes import forward_gradient
-from fastrl.passes import head as products
+from fastrl.passes import head as head_module
 from fastrl.planning import tiling
 from fastrl.planning.plans import use_plan
 
@@ -310,8 +310,8 @@ def test_one_chunk_gives_the_weights_gradient_one_rounding(
     if backend == "triton" and backend_device == "cpu":
         pytest.skip(INTERPRETED)
     dtypes: list[torch.dtype] = []
-    empty = products.empty
-    for module in (products, forward_gradient):
+    empty = head_module.empty
+    for module in (head_module, forward_gradient):
         monkeypatch.setattr(
             module, "empty", lambda shape, dtype, *rest: [dtypes.append(dtype), empty(shape, dtype, *rest)][1]
         )
