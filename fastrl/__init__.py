@@ -90,6 +90,7 @@ from fastrl.objectives.presets import (
     IcePop,
     KLCov,
 )
+from fastrl.planning.explain import Explanation, explain
 from fastrl.planning.memory import MemoryPlans, plan_memory
 from fastrl.sampling_mask.mask import SamplingMask
 
@@ -136,6 +137,7 @@ __all__ = [
     "DivergenceMask",
     "DrGRPO",
     "EXOPair",
+    "Explanation",
     "FutureKL",
     "GSPOToken",
     "GammaWeight",
@@ -165,6 +167,7 @@ __all__ = [
     "check_inputs",
     "decoupled_group_advantages",
     "dpo_loss",
+    "explain",
     "gae",
     "gathered_logprobs",
     "group_advantages",

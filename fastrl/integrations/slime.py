@@ -20,6 +20,7 @@ from torch import Tensor
 from fastrl import token_logprobs
 from fastrl.integrations.megatron import group_or_default, sharded
 from fastrl.integrations.patching import Replaced
+from fastrl.planning.announce import active
 
 __all__ = ["calculate_log_probs_and_entropy", "compute_entropy_from_logits", "compute_log_probs", "disable", "enable"]
 
@@ -88,6 +89,7 @@ def enable() -> None:
         raise ImportError(f"fastrl.integrations.slime.enable needs slime ({error})") from error
     disable()
     _replaced.replace(module, calculate_log_probs_and_entropy)
+    active("slime")
 
 
 def disable() -> None:
