@@ -23,13 +23,14 @@ from fastrl.planning.budget import parse_budget
 
 try:
     from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
-except ImportError as error:
-    raise ImportError(f"fastrl.integrations.torchtitan needs torchtitan ({error}): pip install torchtitan") from error
+except ModuleNotFoundError as error:
+    told = f"fastrl.integrations.torchtitan needs torchtitan ({error}): pip install torchtitan"
+    raise ModuleNotFoundError(told, name=error.name) from error
 
 __all__ = ["FusedCrossEntropyLoss"]
 
 
-class FusedCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]  # torchtitan is not installed with the tests
+class FusedCrossEntropyLoss(ChunkedLossWrapper):
     """The summed cross-entropy over `global_valid_tokens`, and its gradients, in one pass over the logits.
 
     The forward forms the gradients (3U); the logits are never held whole, whatever the length, which no number of
@@ -38,7 +39,7 @@ class FusedCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]  # torcht
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseLoss.Config):  # type: ignore[misc]
+    class Config(BaseLoss.Config):
         """memory_budget: bytes or text, as in `fastrl.linear_cross_entropy`."""
 
         memory_budget: int | str | None = None

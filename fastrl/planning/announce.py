@@ -13,7 +13,8 @@ from fastrl.planning.explain import explanation_of
 from fastrl.planning.plans import Plan, observer
 
 log = logging.getLogger("fastrl")
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _announced: set[str] = set()  # what this process has said
 
 

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,3 +106,10 @@ def test_what_is_not_supported_is_refused(titan: Any) -> None:
         ours(type("DTensor", (), {})(), labels)
     with pytest.raises(ValueError, match="memory_budget must be"):
         titan.ours.FusedCrossEntropyLoss.Config(memory_budget="much").build()
+
+
+def test_without_torchtitan_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan.components.loss", None)
+    monkeypatch.delitem(sys.modules, "fastrl.integrations.torchtitan", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"needs torchtitan .*: pip install torchtitan"):
+        import_module("fastrl.integrations.torchtitan")
