@@ -67,9 +67,9 @@ class FastGRPOTrainer(GRPOTrainer):
         self._needs_fused(self._why_not)
         if self._why_not is None:
             active(f"TRL {trl.__version__}")
-        if self._why_not is None and trl.__version__ != TESTED:
-            caveat = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed would not be noticed"
-            say_once(log, f"TRL {trl.__version__} has not been tested: {caveat}")
+            if trl.__version__ != TESTED:
+                caveat = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed is not noticed"
+                say_once(log, f"TRL {trl.__version__} has not been tested: {caveat}")
         model: Any = self.model
         _add_step_forward(model.get_base_model() if is_peft_model(model) else model)
 
