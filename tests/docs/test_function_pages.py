@@ -26,8 +26,8 @@ HAND_WRITTEN = (
     *("linear_policy_loss", "logits_policy_loss", "policy_loss", "linear_token_logprobs", "token_logprobs"),
     *("linear_cross_entropy", "linear_divergence", "topk_divergence", "gathered_logprobs", "linear_gathered_logprobs"),
     *("linear_preference_loss", "preference_loss", "linear_kto_loss", "kto_loss", "linear_dpo_loss", "dpo_loss"),
-    *("reward_model_loss", "SamplingMask", "Objective", "plan_memory", "use_backend", "backends", "check_inputs"),
-    *("group_advantages", "gae", "value_loss"),
+    *("reward_model_loss", "SamplingMask", "Objective", "explain", "plan_memory", "use_backend", "backends"),
+    *("check_inputs", "group_advantages", "gae", "value_loss"),
 )
 SECTIONS = ("Example", "What runs when", "Memory", "Precision", "See also")
 FUNCTIONS = {name: x for name in fastrl.__all__ if inspect.isfunction(x := getattr(fastrl, name))}
