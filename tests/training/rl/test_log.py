@@ -68,7 +68,9 @@ def test_a_run_leaves_samples_a_report_and_curves_and_prints_a_line_a_step(train
     run = config.logging.output_dir
     found = rows(config)
     assert [row["step"] for row in found] == [1, 1, 1, 2, 2, 2]
-    assert all(set(row) == {"step", "prompt", "completion", "reward"} for row in found)
+    assert [set(row) for row in found] == [{"step", "prompt", "columns", "completion", "reward", "rewards"}] * 6
+    assert all(row["columns"] == {"answer": row["prompt"][2::-1]} for row in found)
+    assert all(row["rewards"] == {"reward": row["reward"]} for row in found)
     assert len({row["prompt"] for row in found}) == 2  # four of each prompt, and it is the first three that are kept
     assert all(re.fullmatch(r"\d{3}=", row["prompt"]) and 0 <= row["reward"] <= 2 for row in found)
     report = (run / "report.html").read_text()
