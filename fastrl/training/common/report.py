@@ -49,6 +49,8 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("entropy_coef",),
         ("accuracy",),
         ("margin",),
+        ("chosen_reward", "rejected_reward"),
+        ("nll",),
     ),
     "Ratios and clipping": (
         ("ratio_mean",),
@@ -78,8 +80,8 @@ SAMPLED_STEPS = 6
 # A metric that never leaves its usual value is named instead of drawn: 1 for these, for SETTINGS the first one, for
 # others 0, up to ROUNDING; unless there is a better direction, or it is one of NEWS, where a constant 0 is a finding.
 ONES = ("ratio_mean", "ratio_max", "gate_mean", "rollout_weight_mean", "rollout_ess", "kept")
-SETTINGS = ("lr", "kl_coef", "entropy_coef")
-NEWS = ("reward_std", "entropy", "length", "tokens", "grad_norm", "divergence", "cross_entropy")
+SETTINGS = ("lr", "kl_coef", "entropy_coef", "tokens")
+NEWS = ("reward_std", "entropy", "length", "grad_norm", "divergence", "cross_entropy")
 ROUNDING = 1e-6
 
 

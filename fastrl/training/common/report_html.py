@@ -82,7 +82,7 @@ def page(runs: Sequence[Run], curves: dict[str, list[str]], unchanged: dict[str,
 def _names(runs: Sequence[Run]) -> list[str]:
     """The runs' names in HTML, each with the colour of its lines if there are several."""
     dots = [dot(f"var(--c{i})") if len(runs) > 1 else "" for i in range(len(runs))]
-    return [f"{mark}{escape(run.name)}" for mark, run in zip(dots, runs, strict=True)]
+    return [f'<span class="name">{mark}{escape(run.name)}</span>' for mark, run in zip(dots, runs, strict=True)]
 
 
 def _key(runs: Sequence[Run]) -> str:
@@ -99,7 +99,7 @@ def _beside(runs: Sequence[Run], tables: Sequence[dict[str, str]]) -> str:
     """A table with a column for each run."""
     labels = dict.fromkeys(label for of_run in tables for label in of_run)
     rows = [(escape(label), *(escape(of_run.get(label, "–")) for of_run in tables)) for label in labels]
-    return table(("", *_names(runs)), rows)
+    return f'<div class="beside">{table(("", *_names(runs)), rows)}</div>'
 
 
 def _different(tables: Sequence[dict[str, str]]) -> list[dict[str, str]]:
@@ -136,17 +136,16 @@ def _best(runs: Sequence[Run]) -> str:
             steps, values = run.series.get(name, Series()).finite()
             if sign and len(values):
                 at = int(np.argmax(sign * values))
-                best = f"{number(values[at])} ({'highest' if sign > 0 else 'lowest'})"
-                which = [label] if len(runs) > 1 else []
-                rows.append((escape(name), *which, number(values[-1]), best, f"{steps[at]:,}"))
-    head = ("metric", *(["run"] if len(runs) > 1 else []), "last", "best", "at step")
+                best = f"{number(values[at])} ({'highest' if sign > 0 else 'lowest'}, at step {steps[at]:,})"
+                rows.append((escape(name), *([label] if len(runs) > 1 else []), number(values[-1]), best))
+    head = ("metric", *(["run"] if len(runs) > 1 else []), "last", "best")
     return table(head, rows) if rows else ""
 
 
 def direction(name: str) -> int:
     """1 for a metric that is better when higher, -1 when lower, 0 for one that has no better direction."""
     last = name.split("/")[-1]
-    if name.startswith("time/"):
+    if name.startswith("time/") or last in ("chosen_reward", "rejected_reward"):  # their difference counts
         return 0
     if last in LOWER or last.endswith("_loss"):
         return -1

@@ -66,7 +66,7 @@ dt, th { color: var(--soft); font-weight: 500; }
   display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 0.15rem 2rem;
   margin-bottom: 1.25rem;
 }
-.facts div { display: grid; grid-template-columns: 10.5rem 1fr; }
+.facts div { display: grid; grid-template-columns: 10.5rem 1fr; column-gap: 0.5rem; }
 .facts dd { overflow-wrap: anywhere; }
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr)); gap: 1rem; }
 figure { position: relative; }
@@ -78,9 +78,11 @@ figcaption {
   background: var(--ground); font-size: 12px; line-height: 1.4; pointer-events: none; z-index: 1;
   font-variant-numeric: tabular-nums;
 }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; margin-bottom: 1.25rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.25rem 1.25rem 0.25rem 0; text-align: left; vertical-align: top; }
+.beside td + td { min-width: 5.5rem; overflow-wrap: anywhere; }
+.name { white-space: nowrap; }
 tr + tr { border-top: 1px solid var(--line); }
 code, .text { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere; }
 .text { white-space: pre-wrap; }
@@ -97,7 +99,7 @@ code, .text { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere; 
 @media (max-width: 40rem) {
   body { margin-top: 1rem; }
   h1 { font-size: 1.3rem; }
-  th, td { padding-right: 0.7rem; }
+  th, td { padding-right: 0.5rem; font-size: 0.84rem; }
   .sample li { grid-template-columns: 1fr; }
 }
 """

@@ -208,8 +208,8 @@ def test_every_metric_that_is_named_is_one_that_something_writes():
 def test_the_table_says_where_a_metric_was_best(report_of, tmp_path):
     values = [(1, 0.5, 3.0), (2, 0.875, 1.25), (3, 0.25, 2.0)]
     text = report_of(*[{"step": step, "accuracy": accuracy, "loss": loss} for step, accuracy, loss in values])
-    assert "<td>accuracy</td><td>0.25</td><td>0.875 (highest)</td><td>2</td>" in text
-    assert "<td>loss</td><td>2</td><td>1.25 (lowest)</td><td>2</td>" in text
+    assert "<td>accuracy</td><td>0.25</td><td>0.875 (highest, at step 2)</td>" in text
+    assert "<td>loss</td><td>2</td><td>1.25 (lowest, at step 2)</td>" in text
     assert f"<title>{tmp_path.name}</title>" in text  # without a config
 
 
