@@ -11,7 +11,7 @@ from fastrl.training.common.report_page import number
 
 ROWS = 16  # samples shown per step
 CHARACTERS = 4000  # shown of each prompt and completion
-LATER = 600  # and of another column, of which a row may have many
+OF_COLUMN = 600  # and of each other column
 
 
 def samples_of(samples: dict[int, list[dict[str, Any]]], config: dict[str, Any], name: str = "") -> str:
@@ -26,11 +26,8 @@ def samples_of(samples: dict[int, list[dict[str, Any]]], config: dict[str, Any],
 
 
 def _group(rows: list[dict[str, Any]], config: dict[str, Any]) -> str:
-    columns = rows[0].get("columns")
     given = [_entry("prompt", _text(rows[0].get("prompt")))]
-    given += [
-        _entry(name, _text(value, LATER)) for name, value in (columns if isinstance(columns, dict) else {}).items()
-    ]
+    given += [_entry(name, _text(value, OF_COLUMN)) for name, value in _object(rows[0].get("columns")).items()]
     answers = "".join(
         f'<li><div>{_reward(row, config)}</div><div class="text">{_text(row.get("completion"))}</div></li>'
         for row in rows
@@ -44,7 +41,7 @@ def _entry(label: str, text: str) -> str:
 
 def _text(value: Any, limit: int = CHARACTERS) -> str:
     """A prompt or completion; for a chat, the roles and their messages."""
-    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+    if isinstance(value, list) and value and all(isinstance(message, dict) and "role" in message for message in value):
         return "".join(f"<b>{escape(str(m.get('role', '')))}</b> {_text(m.get('content'))}<br>" for m in value)
     text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     cut = f" <em>and {len(text) - limit:,} more characters</em>" if len(text) > limit else ""
@@ -53,8 +50,7 @@ def _text(value: Any, limit: int = CHARACTERS) -> str:
 
 def _reward(row: dict[str, Any], config: dict[str, Any]) -> str:
     """The reward, and the terms that it is the sum of, as far as the run wrote them down."""
-    scores = row.get("rewards")
-    scores = scores if isinstance(scores, dict) else {}
+    scores = _object(row.get("rewards"))
     weights = _weights(config, len(scores))
     terms = [
         f"{escape(name)} {_value(score)}" + ("" if score is None or weight == 1 else f" × {number(weight)}")
@@ -73,11 +69,14 @@ def _reward(row: dict[str, Any], config: dict[str, Any]) -> str:
 
 def _weights(config: dict[str, Any], count: int) -> list[float]:
     """Those of the reward functions, and of the reward model after them."""
-    table = config.get("reward")
-    table = table if isinstance(table, dict) else {}
-    weights = [*(table.get("weights") or [1.0] * (count - (table.get("model") is not None)))]
-    weights += [table.get("model_weight", 1.0)] * (table.get("model") is not None)
+    table = _object(config.get("reward"))
+    models = int(table.get("model") is not None)
+    weights = [*(table.get("weights") or [1.0] * (count - models)), *[table.get("model_weight", 1.0)] * models]
     return weights if len(weights) == count else [1.0] * count
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _value(value: Any) -> str:

@@ -26,6 +26,7 @@ from fastrl import (
 )
 from fastrl.base.errors import UserError
 from fastrl.training.common.checksums import json_value
+from fastrl.training.common.data import Example
 from fastrl.training.common.distillation import check_sampled
 from fastrl.training.common.health import describe
 from fastrl.training.common.policy import Policy
@@ -111,21 +112,12 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         values += new_rewards
         for name, scores in parts.items():
             by_scorer.setdefault(name, []).extend(scores)
-        room = max(run.config.logging.samples - len(samples), 0)
-        fields: dict[str, Sequence[object]] = {
-            "prompt": [example.prompt for example in examples],
-            "columns": [_shortened(example.columns) for example in examples[:room]],
-            "completion": texts,
-            "reward": new_rewards,
-            **_origins(run, rollout),
-        }
-        if parts:
-            fields["rewards"] = [dict(zip(parts, scores, strict=True)) for scores in zip(*parts.values(), strict=True)]
+        fields: dict[str, Sequence[object]] = {"completion": texts, "reward": new_rewards, **_origins(run, rollout)}
         if rewards.overlong_cache is not None:
             fields["length_price"] = prices
         if steps_reward is not None:
             fields["steps"] = new_steps
-        samples += [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=False)]
+        samples += _samples(examples[: max(run.config.logging.samples - len(samples), 0)], fields, parts)
         compared = _compared_rewards(settings.dynamic_sampling_reward, decoupled, earned, by_scorer)
         kept = list(range(len(values)))
         if run.config.rewarded:
@@ -161,6 +153,17 @@ def _origins(run: Run, rollout: Rollout) -> dict[str, list[int]]:
     if serial is None or step is None or run.config.rollout.engine == "transformers":
         return {}
     return {"serial": serial.tolist(), "weights_step": step.tolist()}
+
+
+def _samples(
+    examples: Sequence[Example], fields: dict[str, Sequence[object]], parts: dict[str, list[float | None]]
+) -> list[dict[str, object]]:
+    """The samples of these examples for the log: a row with what was asked, `fields`, and the parts of the reward."""
+    given = {"prompt": [x.prompt for x in examples], "columns": [_shortened(x.columns) for x in examples]}
+    fields = {**given, **fields}
+    if parts:
+        fields["rewards"] = [dict(zip(parts, scores, strict=True)) for scores in zip(*parts.values(), strict=True)]
+    return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=False)]
 
 
 def _shortened(columns: dict[str, Any]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_samples_are_of_steps_spread_over_the_run(page):
 
 
 def test_a_sample_says_what_was_expected_and_how_its_reward_came_about(report_of, tmp_path):
-    shared = {"step": 1, "prompt": "6 x 7 =", "columns": {"answer": "42", "tests": "x" * 1000}}
+    shared = {"step": 1, "prompt": "6 x 7 =", "columns": {"answer": "42", "tests": "x" * 1000, "parts": [{"a": 1}]}}
     rows = [
         {
             "completion": "42",
@@ -161,7 +161,7 @@ def test_a_sample_says_what_was_expected_and_how_its_reward_came_about(report_of
     assert (
         words.count("6 x 7 =") == words.count("answer") == words.count("42") / 2 == 1
     )  # one prompt, three completions
-    assert "and 400 more characters" in text
+    assert "and 400 more characters" in text and '[{"a": 1}]' in words
 
 
 def test_nothing_of_the_run_becomes_markup_and_nothing_is_fetched(text, page):
