@@ -164,7 +164,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
         for step in decimate(bad := line.not_finite(), bad, 200)[0]:
             axes.axvline(step, ymax=0.06, color=BAD, linewidth=1.5)
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
 
 def _style(axes: Axes, panel: Panel) -> None:
