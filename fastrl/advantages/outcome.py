@@ -109,6 +109,8 @@ def gae(
     checks.same_layout("values", values, rewards, "rewards")
     valid = token_mask(mask, "rewards", rewards)
     number_between("gamma", gamma, 0.0, 1.0)
+    for name, x in (("rewards", rewards), ("values", values)):
+        checks.values(name, x, valid)
     responses = responses_of("rewards", rewards, cu_seqlens, mask)
     numbers = responses.owners(rewards.device)
     if isinstance(lam, Tensor):
@@ -121,6 +123,7 @@ def gae(
         checks.tensor("bootstrap", bootstrap)
         checks.shape("bootstrap", bootstrap, (responses.count,), "one per response")
         checks.same_device("bootstrap", bootstrap, rewards, "rewards")
+        checks.values("bootstrap", bootstrap)
         final_values = bootstrap.detach().double()
 
     # Each response's unmasked tokens come first, then its masked ones: equal keys become adjacent, in order of time.
@@ -209,6 +212,9 @@ def value_loss(
             raise ValueError("old_values must be a tensor shaped like values beside clip, got None")
     if old_values is not None:
         checks.same_layout("old_values", old_values, values, "values")
+    for name, x in (("values", values), ("returns", returns), ("old_values", old_values)):
+        if x is not None and (clip is not None or name != "old_values"):
+            checks.values(name, x, valid)
     responses = responses_of("values", values, cu_seqlens, mask)
     total = checks.divisor("denominator", denominator, valid.sum())
 

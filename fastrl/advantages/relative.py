@@ -174,6 +174,7 @@ def _weights(weights: object, columns: int, like: Tensor) -> Sequence[float | Te
         checks.tensor("weights", weights)
         checks.shape("weights", weights, (columns,), "one per reward")
         checks.same_device("weights", weights, like, "rewards")
+        checks.values("weights", weights)
         return list(weights.detach().double().unbind())
     if not isinstance(weights, Sequence) or isinstance(weights, str | bytes):
         raise TypeError(f"weights must be a sequence of numbers or a tensor, got {type(weights).__name__}")

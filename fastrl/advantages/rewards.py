@@ -61,6 +61,8 @@ def kl_penalized_rewards(
     checks.tensor("scores", scores)
     checks.shape("scores", scores, (responses.count,), "one per response")
     checks.same_device("scores", scores, logprobs, "logprobs")
+    for name, x in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+        checks.values(name, x, valid, logprob=True)
 
     with torch.no_grad():
         d = ref_logprobs.reshape(-1).double() - logprobs.reshape(-1).double()

@@ -59,6 +59,8 @@ def optimal_token_baseline_advantages(
     checks.same_layout("logprobs", logprobs, rewards, "rewards")
     checks.same_layout("log_sum_sq_probs", log_sum_sq_probs, rewards, "rewards")
     valid = token_mask(mask, "rewards", rewards).reshape(-1)
+    for name, x in (("logprobs", logprobs), ("log_sum_sq_probs", log_sum_sq_probs)):
+        checks.values(name, x, valid, logprob=True)
     if not isinstance(zero_tail, bool):
         raise TypeError(f"zero_tail must be a bool, got {type(zero_tail).__name__}")
     responses = responses_of("rewards", rewards, cu_seqlens, mask)

@@ -190,6 +190,7 @@ def _weights(token_weights: object, denominator: object, like: Tensor, mask: Ten
         weights = checks.tensor("token_weights", token_weights)
         checks.shape("token_weights", weights, like.shape, f"the shape of {_ROWS}")
         checks.same_device("token_weights", weights, like, "hidden")
+        checks.values("token_weights", weights, mask)
         c = weights.detach().float().reshape(-1)
     total = like.numel() if mask is None else mask.sum()
     divisor = checks.divisor("denominator", denominator, total)

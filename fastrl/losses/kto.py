@@ -75,6 +75,8 @@ def kto_loss(
     if logprobs.ndim != 1:
         raise ValueError(f"logprobs must have shape (responses,), got {tuple(logprobs.shape)}")
     ref = checks.same_layout("ref_logprobs", ref_logprobs, logprobs, "logprobs")
+    for name, value in (("logprobs", logprobs), ("ref_logprobs", ref)):
+        checks.values(name, value, logprob=True)
     numbers = (kl, beta, desirable_weight, undesirable_weight)
     divisor = checks.divisor("denominator", denominator, logprobs.shape[0])
     return _loss(desirable, numbers, ref, divisor, "logprobs")(logprobs)
@@ -157,6 +159,7 @@ def linear_kto_loss(
     with tp.reporting():
         tokens = CheckedResponses.of(targets, mask, cu_seqlens)
         ref = tokens.per_response("ref_logprobs", ref_logprobs)
+        checks.values("ref_logprobs", ref, logprob=True)
         count = tokens.responses.count
         numbers = (kl, beta, desirable_weight, undesirable_weight)
         loss = _loss(desirable, numbers, ref, checks.divisor("denominator", denominator, count), "ref_logprobs")
@@ -207,5 +210,6 @@ def _estimate(kl: object, like: Tensor, like_name: str) -> Tensor:
     checks.same_device("kl", kl, like, like_name)
     if kl.ndim > 1:
         raise ValueError(f"kl must be 0-dim, or have shape (mismatched responses,), got {tuple(kl.shape)}")
+    checks.values("kl", kl)
     kl = wide(kl.detach())
     return kl if kl.ndim == 0 else (kl.sum() / max(len(kl), 1)).clamp_min(0)

@@ -117,7 +117,10 @@ def token_logprobs(
         shard = agreed_logits(tp, rows, arguments, targets.shape, sampling_mask, {"inplace": inplace})
         vocab = tp.counted("logits", logits.shape[-1], shard)
     supports = split_support(sampling_mask, arguments.targets, arguments.mask, vocab)
-    logprobs, entropies = logits_stats(rows, arguments, supports, vocab, forced(), consume, shard)
+    try:
+        logprobs, entropies = logits_stats(rows, arguments, supports, vocab, forced(), consume, shard)
+    except IndexError as error:
+        raise checks.in_shape(error, targets, arguments.mask, vocab) from error.__cause__
     return TokenStats(
         logprobs.view(targets.shape), checks.nan_where_wrong(entropies.view(targets.shape), mask) if entropy else None
     )
@@ -235,9 +238,12 @@ def linear_token_logprobs(
         request = linear_request(hidden, weight, bias, targets, mask, *options)
         request = over_tp_group(request, tp, targets.shape, entropy=entropy, extras=extras)
     request, plan = planned(request, ANY, slopes=1 + entropy)
-    with plans.run(plan):
-        of_passes = extra_passes(extras, request, plan)
-        stats = statistics(request, plan, all_statistics=bool(extras))
+    try:
+        with plans.run(plan):
+            of_passes = extra_passes(extras, request, plan)
+            stats = statistics(request, plan, all_statistics=bool(extras))
+    except IndexError as error:
+        raise checks.in_shape(error, targets, request.mask, request.vocab) from error.__cause__
     more = extras_of(extras, of_passes, stats, request.mask, targets.shape)
     entropies = checks.nan_where_wrong(stats.entropy.view(targets.shape), mask) if entropy else None
     more = {name: checks.nan_where_wrong(x, mask) if x.is_floating_point() else x for name, x in more.items()}

@@ -128,6 +128,9 @@ def policy_loss(
         of_batch = (cu_seqlens, denominator, group_ids, position_ids)
         of_logprobs = ("logprobs", entropy is not None, dtype)
         problem = make_problem(objective, logprobs, advantages, mask, others, weights, *of_batch, *of_logprobs)
+        checks.values("logprobs", logprobs, problem.batch.mask, logprob=True)
+        if entropy is not None:
+            checks.values("entropy", entropy, problem.batch.mask)
         needs_gradient = torch.is_grad_enabled() and logprobs.requires_grad
         problem = _drawn(problem, cp_group, needs_gradient, advantages, denominator)
     return from_statistics(problem, logprobs.to(dtype), entropy)
@@ -259,15 +262,18 @@ def logits_policy_loss(
         vocab = tp.counted("logits", logits.shape[-1], shard)
         supports = split_support(sampling_mask, arguments.targets, arguments.mask, vocab)
         if cp_group is not None:  # else the operators check
-            checks.targets_in_range(arguments.targets, arguments.mask, vocab)
+            checks.targets_in_range(targets, valid, vocab)
         needs_gradient = torch.is_grad_enabled() and logits.requires_grad
         problem = _drawn(problem, cp_group, needs_gradient, advantages, denominator)
     dense = shard is None and supports is None and logits.numel() > 0 and logits.dtype != torch.float16
     row_local = isinstance(objective, Objective) and why_not_row_local(objective, Given.of(problem.batch)) is None
-    if dense and row_local and forms_gradient(logits):
-        return _logits_forward_gradient(problem, logits, arguments, vocab, forced(), consume)
-    rows = as_rows(logits, consume)
-    return from_statistics(problem, *logits_stats(rows, arguments, supports, vocab, forced(), consume, shard))
+    try:
+        if dense and row_local and forms_gradient(logits):
+            return _logits_forward_gradient(problem, logits, arguments, vocab, forced(), consume)
+        rows = as_rows(logits, consume)
+        return from_statistics(problem, *logits_stats(rows, arguments, supports, vocab, forced(), consume, shard))
+    except IndexError as error:
+        raise checks.in_shape(error, targets, valid, vocab) from error.__cause__
 
 
 def _logits_forward_gradient(
@@ -422,7 +428,10 @@ def linear_policy_loss(
         if tp.group is not None:  # same_problem reads all values, which torch.compile cannot trace
             request = over_tp_group(request, tp, targets.shape, **same_problem(problem, denominator))
         if cp_group is not None:  # else the operators check
-            checks.targets_in_range(request.targets, request.mask, request.vocab)
+            checks.targets_in_range(targets, valid, request.vocab)
         request, plan, asked = policy_plan(problem, request, cp_group is not None)
         problem = _drawn(problem, cp_group, any(request.needs), advantages, denominator)
-    return loss_by_plan(problem, request, plan, asked)
+    try:
+        return loss_by_plan(problem, request, plan, asked)
+    except IndexError as error:
+        raise checks.in_shape(error, targets, valid, request.vocab) from error.__cause__

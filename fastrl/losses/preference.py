@@ -134,6 +134,9 @@ def _from_sums(
     both_ref = checked(ref, [objective.reference] * 2, "an objective with a reference")
     needed, dtypes = [objective.needs_lengths, objective.average], (*INTEGER_DTYPES, torch.float32, torch.float64)
     both_lengths = checked(lengths, needed, "an objective with means over tokens", dtypes)
+    for pair in (sums, ref) if objective.reference else (sums,):
+        for (name, value), length in zip(pair.items(), both_lengths, strict=True):
+            checks.values(name, value, length > 0 if objective.average else None, logprob=True)
     tokens: float | Tensor = wide(both_lengths[0]).sum() if objective.nll_coef else 1
     divisor = checks.divisor("nll_denominator", nll_denominator, tokens)
     nll = -wide(both[0]).where(both_lengths[0] > 0, 0.0).sum() / divisor if objective.nll_coef else None
@@ -304,6 +307,9 @@ def _linear_loss(
     if ref_logprobs is None and objective.reference:
         raise TypeError("ref_logprobs is needed by an objective with a reference, got None")
     ref = None if ref_logprobs is None else _halves(tokens.per_response("ref_logprobs", ref_logprobs))
+    if ref_logprobs is not None and objective.reference:
+        read = tokens.lengths() > 0 if objective.average else None
+        checks.values("ref_logprobs", ref_logprobs, read, logprob=True)
     likely = checks.mask(nll_mask, tokens.targets, name="nll_mask")
     pairs = checks.divisor("denominator", denominator, count)
     lengths = _halves(tokens.lengths()) if objective.needs_lengths else None
@@ -431,6 +437,8 @@ def reward_model_loss(scores: Tensor, ranks: Tensor, prompt_ids: Tensor) -> Tens
     for name, value in (("ranks", ranks), ("prompt_ids", prompts)):
         checks.shape(name, value, scores.shape, "the shape of scores")
         checks.same_device(name, value, scores, "scores")
+        checks.values(name, value)
+    checks.values("scores", scores)
     wide = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
     same = prompts[:, None] == prompts
     pairs = same & (ranks[:, None] < ranks)

@@ -52,6 +52,8 @@ def topk_divergence(
     if not isinstance(tail, bool):
         raise TypeError(f"tail must be a bool, got {type(tail).__name__}")
     valid = checks.mask(mask, logprobs, "logprobs")
+    for name, value in (("logprobs", logprobs), ("teacher_logprobs", teacher)):
+        checks.values(name, value, valid, logprob=True)
     # float64, so that 1 - sum p does not cancel
     log_p, log_q = logprobs.double(), checks.nan_where_wrong(teacher.detach().double(), mask)
     if valid is not None:

@@ -441,7 +441,7 @@ def FIPO(
     Args:
         clip_low: the ratio's lower bound is `1 - clip_low`.
         clip_high: the ratio's upper bound is `1 + clip_high`.
-        dual_clip: above 1: the loss of A < 0 is at most `-dual_clip A`; larger ratios are not in the weights; None: neither.
+        dual_clip: above 1: the loss of A < 0 is at most `-dual_clip A`; larger ratios add to no weight; None: neither.
         half_life: above 0, the distance in tokens, without masked ones, at which a later token counts half in a weight.
         low: from 0 to 1, the lower bound of a token's weight.
         high: at least 1, the upper bound of a token's weight.
