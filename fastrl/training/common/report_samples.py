@@ -59,7 +59,7 @@ def _reward(row: dict[str, Any], config: dict[str, Any]) -> str:
     if "length_price" in row:
         terms.append(f"price of length {_value(row['length_price'])}")
     if len(scores) == len(terms) == 1 and weights == [1]:
-        how = f"by {escape(*scores)}"
+        how = f"by {escape(next(iter(scores)))}"
     else:
         how = f"= {' + '.join(terms)}" if terms else ""
     if row.get("steps"):

@@ -159,8 +159,8 @@ def _samples(
     examples: Sequence[Example], fields: dict[str, Sequence[object]], parts: dict[str, list[float | None]]
 ) -> list[dict[str, object]]:
     """The samples of these examples for the log: a row with what was asked, `fields`, and the parts of the reward."""
-    given = {"prompt": [x.prompt for x in examples], "columns": [_shortened(x.columns) for x in examples]}
-    fields = {**given, **fields}
+    prompts, columns = [example.prompt for example in examples], [_shortened(example.columns) for example in examples]
+    fields = {"prompt": prompts, "columns": columns, **fields}
     if parts:
         fields["rewards"] = [dict(zip(parts, scores, strict=True)) for scores in zip(*parts.values(), strict=True)]
     return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=False)]

@@ -346,7 +346,8 @@ def test_the_report_shows_it(config, tmp_path, capsys):
     train(run)
     assert [record["step"] for record in records(run)] == [1, 2]
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "divergence [nats]" in page and "teacher_logprob [nats]" in page and "<h1>distillation" in page
+    assert all(f'aria-label="{name}, by step"' in page for name in ("divergence", "teacher_logprob"))
+    assert page.count("nats per token") >= 2 and "<h1>distillation" in page
     assert "divergence " in capsys.readouterr().out
 
 
