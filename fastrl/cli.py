@@ -97,7 +97,7 @@ COMMANDS: dict[str, str] = {
     "dpo": "train on preferred and rejected completions: fastrl dpo CONFIG.toml",
     "reward-model": "a reward model from ranked completions: fastrl reward-model CONFIG.toml",
     "sample": "completions with their rewards, or the best: fastrl sample CONFIG.toml [--best K]",
-    "report": "a run's curves, samples, timings and config in one HTML file: fastrl report RUN_DIR",
+    "report": "curves, samples, timings and config of a run, or several, in one HTML file: fastrl report RUN_DIR ...",
     "bench": "measure the losses on this machine, beside their peers",
     "doctor": "versions, devices, backends, and why one is missing",
     "plan": "which memory plan a linear loss would take within a budget, and what it costs",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -12,6 +11,7 @@ from typing import Any, Literal, TypeVar, Unpack, cast, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from fastrl.base.spelling import nearest
 from fastrl.objectives.gates import (
     Clip,
     DivergenceMask,
@@ -70,8 +70,7 @@ def _unexpected(preset: Callable[..., Any], name: str) -> str:
     """The error of an argument that the preset does not take."""
     own = [parameter for parameter in inspect.signature(preset).parameters if parameter != "fields"]
     takes = [*own, *get_type_hints(get_args(get_type_hints(preset)["fields"])[0])]
-    nearest = difflib.get_close_matches(name, takes, 1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    hint = nearest(name, takes) or "."
     return f"{preset.__name__}() got an unexpected argument {name!r}{hint} It takes {', '.join(takes)}"
 
 
