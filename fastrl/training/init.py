@@ -50,6 +50,9 @@ class Line(NamedTuple):
     off: bool = False
 
 
+_MICRO = Line("micro_batch_size", 8, "sequences at a time: fewer take less memory", off=True)
+
+
 def main(argv: list[str]) -> int:
     """`fastrl init --model MODEL --data DATA [--output CONFIG.toml]`. Raises UserError for what the user can fix."""
     parser = argparse.ArgumentParser(
@@ -128,7 +131,7 @@ def tables_of(seen: Look, options: argparse.Namespace, path: Path) -> dict[str, 
     if seen.task.command == "train":
         tables |= _sampling(seen, path, memory > 0, room)
     else:
-        tables["training"] = [Line("epochs", 1, "passes over the data")]
+        tables["training"] = [Line("epochs", 1, "passes over the data"), _MICRO]
     if seen.task.command == "dpo":
         tables["loss"] = [Line("name", "dpo", "or another of fastrl.PREFERENCES")]
     names = (path.stem if number == 1 else f"{path.stem}-{number}" for number in count(1))
@@ -186,7 +189,7 @@ def _sampling(seen: Look, path: Path, on_gpu: bool, room: tuple[int, int]) -> di
         ],
         "objective": [Line("name", "dapo", "without a reference model; or another of fastrl.PRESETS")],
         "rollout": rollout,
-        "training": [Line("steps", 100, "each with new completions")],
+        "training": [Line("steps", 100, "each with new completions"), _MICRO],
         "evaluation": [Line("every", 25, "steps: completions of the held-out prompts", off=seen.held_out is None)],
     }
 

@@ -73,6 +73,10 @@ def _tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a damaged file makes it raise nearly anything
+        if os.path.isdir(name) and not any(
+            re.match("tok|vocab|spiece|sentencepiece|tekken", x) for x in os.listdir(name)
+        ):
+            raise UserError(f"{name}: holds no tokenizer, only {', '.join(sorted(os.listdir(name)))}") from error
         raise _cannot_load("tokenizer", name, error) from error
 
 
@@ -299,7 +303,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _cannot_load(what: str, name: str, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [""])[0]
+    reason = (str(error).strip().splitlines() or [""])[0].rstrip()
     if reason.endswith(":"):  # the message continues after that
         reason = shorten(str(error), 240, placeholder=" ...")
     if isinstance(error, SafetensorError):
