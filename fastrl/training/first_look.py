@@ -148,7 +148,7 @@ def task_of(rows: Rows, reward: str | None) -> Task:
         return Task(command, why, fields, function)
 
     if reward is not None:
-        return task("train", "of --reward", reward, **({"answer": answer} if reward in _ASKED else {}))
+        return task("train", "--reward names a function", reward, **({"answer": answer} if reward in _ASKED else {}))
     if {"chosen", "rejected"} <= row.keys():
         return task("dpo", "the rows have chosen and rejected")
     if {"responses", "ranks"} <= row.keys():

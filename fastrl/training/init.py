@@ -106,7 +106,7 @@ def _summary(seen: Look, options: argparse.Namespace) -> list[str]:
     lines = [
         f"model: {options.model}: {_model_text(seen)}" + ("" if context is None else f", a context of {context:,}"),
         f"data: {options.data}: {rows:,} rows{' or more' if rows == ROWS else ''} with {seen.columns}",
-        f"  prompts: {seen.form}, {seen.prompts}",
+        f"  prompts: {seen.form}; {seen.prompts}",
     ]
     if seen.others is not None:
         lines.append(f"  {'answers' if seen.task.command == 'train' else 'with their answers'}: {seen.others}")
