@@ -58,6 +58,7 @@ class Task(NamedTuple):
 class Lengths(NamedTuple):
     """Numbers of tokens over the rows."""
 
+    shortest: int
     median: int
     most: int  # the 95th percentile
     longest: int
@@ -66,10 +67,10 @@ class Lengths(NamedTuple):
     def of(cls, numbers: Sequence[int]) -> "Lengths":
         """Those of these numbers."""
         ordered, last = sorted(numbers), len(numbers) - 1
-        return cls(ordered[last // 2], ordered[last * 95 // 100], ordered[last])
+        return cls(ordered[0], ordered[last // 2], ordered[last * 95 // 100], ordered[last])
 
     def __str__(self) -> str:
-        return f"{self.median:,} tokens (median), {self.most:,} (95 %), {self.longest:,} (longest)"
+        return f"{self.shortest:,} to {self.longest:,} tokens, median {self.median:,}, 95 % up to {self.most:,}"
 
 
 @dataclass(frozen=True)

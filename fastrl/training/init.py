@@ -73,6 +73,8 @@ def make(options: argparse.Namespace) -> str:
 
     Raises UserError for a model and a dataset that no command would take, and for a file that is there already.
     """
+    if not options.data.strip():
+        raise UserError(f"--data: expected a file or the name of a dataset, got {options.data!r}")
     if is_file(options.data) and (options.subset or options.split):
         raise UserError(f"--subset, --split: a file has none, so leave them out; --data is {options.data}")
     reward = BUILT_IN + options.reward if options.reward in rewards.__all__ else options.reward
@@ -207,7 +209,13 @@ def _room(seen: Look, on_gpu: bool) -> tuple[int, int]:
     if context is None:
         return longest, new
     new = min(new, max(context - seen.prompts.longest, context // 4))
-    return min(longest, context - new), new
+    longest = min(longest, context - new)
+    if seen.prompts.shortest > longest and seen.task.command == "train":
+        raise UserError(
+            f"the model's context of {context} tokens leaves {longest} for a prompt beside a completion of {new}: all "
+            f"prompts are longer, with {seen.prompts}"
+        )
+    return longest, new
 
 
 def _rounded(tokens: int) -> int:

@@ -138,6 +138,12 @@ MISTAKES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
         [{"prompt": "1", "answer": "2"}],
         "none/my.toml: cannot write the config: .*",
     ),
+    "prompts that are too long": (
+        "",
+        [{"prompt": "x" * 600, "answer": "2"}],
+        "the model's context of 512 tokens leaves .* all prompts are longer, with 600 to 600 tokens, .*",
+    ),
+    "no name": ("--data=", [{"prompt": "1"}], "--data: expected a file or the name of a dataset, got ''"),
     "a split of a file": ("--split test", [{"prompt": "1"}], "--subset, --split: a file has none, .*rows.jsonl"),
 }
 
