@@ -55,7 +55,7 @@ def _run(command: str, argv: list[str]) -> int:
     needs = _NEEDS.get(command, ())
     if missing := dependencies.missing(needs):
         return _fail(f"{command} needs packages that are not installed: {dependencies.how_to_install(missing)}")
-    if needs is not TRAIN:
+    if command in MODULES:
         status: int = import_module(f"fastrl.{MODULES[command]}").main(argv)
         return status
     if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":  # torchrun's
@@ -92,6 +92,7 @@ def help_file(command: str) -> Path:
 
 #: Command -> help.
 COMMANDS: dict[str, str] = {
+    "init": "write a commented config for your model and data: fastrl init --model MODEL --data DATA",
     "train": "train a language model: fastrl train CONFIG.toml [--section.field value ...]",
     "sft": "fine-tune on prompts and completions: fastrl sft CONFIG.toml",
     "dpo": "train on preferred and rejected completions: fastrl dpo CONFIG.toml",
@@ -105,6 +106,7 @@ COMMANDS: dict[str, str] = {
 }
 #: Command -> its module with main(argv), for those without a config.
 MODULES = {
+    "init": "training.init",
     "report": "training.common.report",
     "bench": "bench",
     "doctor": "doctor",
@@ -112,7 +114,7 @@ MODULES = {
     "plot-gates": "bench.plot_gates",
 }
 #: The modules that must be installed for a command.
-_NEEDS: dict[str, Sequence[str]] = dict.fromkeys(("train", "sft", "dpo", "reward-model", "sample"), TRAIN)
+_NEEDS: dict[str, Sequence[str]] = dict.fromkeys(("init", "train", "sft", "dpo", "reward-model", "sample"), TRAIN)
 _NEEDS |= dict.fromkeys(("report", "plot-gates"), ("matplotlib",))
 
 

@@ -95,6 +95,13 @@ def test_the_pages_files_train(folder: Path) -> None:
     assert len((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
 
 
+def test_init_prints_what_the_page_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = block("fastrl init --model runs").split()
+    assert main(words[1:]) == 0
+    assert capsys.readouterr().out == block("model: runs")
+    assert main(["train", "train.toml", "--training.steps", "1", *QUICK]) == 0
+
+
 def test_the_parameters_are_counted(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "reverse_digits" / "checkpoints" / "step-000120")
     assert f"{sum(p.numel() for p in model.parameters()) / 1000:.0f},000 parameters" in PAGE

@@ -231,7 +231,17 @@ def least_config(command: str) -> str:
 
 #: Files that a page's reader has or makes: they need not exist.
 PLACEHOLDERS = frozenset(
-    ["config.toml", "my_config.toml", "sft.toml", "dpo.toml", "sample.toml", "my_script.py", "train.py", "script.py"]
+    [
+        "config.toml",
+        "my_config.toml",
+        "train.toml",
+        "sft.toml",
+        "dpo.toml",
+        "sample.toml",
+        "my_script.py",
+        "train.py",
+        "script.py",
+    ]
 )
 _BEFORE = ("env", "exec", "nohup", "sudo", "time", "do", "then", "else", "if", "while", "!", "{")
 
@@ -340,6 +350,7 @@ class _Read(BaseException):
 
 #: Command -> the function that does its work, in its module, after its arguments have been read.
 _WORK = {
+    "init": "training.init.make",
     "train": "training.rl.train.train",
     "sft": "training.stages.sft.train",
     "dpo": "training.stages.dpo.train",

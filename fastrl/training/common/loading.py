@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as WRITERS
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
@@ -72,6 +73,10 @@ def _tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a damaged file makes it raise nearly anything
+        if os.path.isdir(name) and not any(
+            re.match("tok|vocab|spiece|sentencepiece|tekken", x) for x in os.listdir(name)
+        ):
+            raise UserError(f"{name}: holds no tokenizer, only {', '.join(sorted(os.listdir(name)))}") from error
         raise _cannot_load("tokenizer", name, error) from error
 
 
@@ -100,6 +105,19 @@ def load_config(config: ModelConfig, **extra: Any) -> Any:
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UserError(f"{name}: {field} in the model's config must be at least 1, got {value!r}")
     return model_config
+
+
+def load_skeleton(config: ModelConfig) -> Any:
+    """The language model without weights, on the device "meta". Raises UserError for a model that writes no text."""
+    model_config = load_config(config)
+    kinds = model_config.architectures or []
+    if kinds and {*kinds}.isdisjoint(WRITERS.values()):
+        raise UserError(f"{name_of(config)}: expected a causal language model, which writes text, got {kinds[0]}")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # a wrong value makes it raise nearly anything
+        raise _cannot_load("model", name_of(config), error) from error
 
 
 def load_weights(config: ModelConfig, kind: Any = AutoModelForCausalLM, *, new_head: bool = False, **extra: Any) -> Any:
@@ -243,6 +261,10 @@ def _check_source(name: str) -> None:
     if not name.strip():
         raise UserError(f"expected a directory or a name on the hub as a model, got {name!r}")
     if os.path.isdir(name):  # of a name that is too long, Path's functions raise OSError
+        if (path / "metrics.jsonl").is_file():
+            saved = [path / "model", *sorted((path / "checkpoints").glob("step-*"), reverse=True)]
+            use = next((f"use {model}" for model in saved if model.is_dir()), "it holds no model yet")
+            raise UserError(f"{name}: expected a model's directory, got a run's; {use}")
         for file in _OBJECTS:
             if (path / file).exists():
                 _read_object(path / file)
@@ -281,7 +303,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _cannot_load(what: str, name: str, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [""])[0]
+    reason = (str(error).strip().splitlines() or [""])[0].rstrip()
     if reason.endswith(":"):  # the message continues after that
         reason = shorten(str(error), 240, placeholder=" ...")
     if isinstance(error, SafetensorError):

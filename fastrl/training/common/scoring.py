@@ -100,10 +100,7 @@ class RewardFunctions:
         """
         others = self.metrics if evaluated else [self.steps] if self.steps is not None else []
         for function in (*self.outcome, *others) if examples else ():
-            if function.source.startswith(BUILT_IN):
-                function(examples[:CHECKED], [""] * len(examples[:CHECKED]))
-            else:
-                function.check_columns(examples)
+            check_function(function, examples)
 
     def failures(self, prefix: str) -> dict[str, float]:
         """The calls that failed since the last time, as metrics: prefix/timeouts, ...; none without workers."""
@@ -113,3 +110,11 @@ class RewardFunctions:
         """End the workers, if there are any."""
         if self.pool is not None:
             self.pool.close()
+
+
+def check_function(function: RewardFunction | PooledFunction, examples: Sequence[Example]) -> None:
+    """Raise UserError if the first of the examples lack what the function takes."""
+    if function.source.startswith(BUILT_IN):
+        function(examples[:CHECKED], [""] * len(examples[:CHECKED]))
+    else:
+        function.check_columns(examples)

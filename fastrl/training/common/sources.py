@@ -141,6 +141,18 @@ def _read_dataset(source: Source) -> Rows:
         raise UserError(f"{name}: cannot read row {number + 1}: {_line(error)}") from error
 
 
+def splits_of(source: Source) -> list[str]:
+    """The names of the splits that the source's dataset has; a file has none."""
+    if is_file(source.path):
+        return []
+    datasets = import_for("data.path", "datasets")
+    try:
+        names: list[str] = datasets.get_dataset_split_names(source.path, source.subset)
+    except Exception as error:  # as above
+        raise UserError(f"{source.name}: cannot list the dataset's splits: {_line(error)}") from error
+    return names
+
+
 def _line(error: BaseException) -> str:
     """An error's message as one line; of an error that `datasets` made of another one that other's, which says why."""
     while type(error).__name__.startswith("DatasetGeneration") and error.__cause__ is not None:
