@@ -169,7 +169,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the test's own, with links to the models; the working directory."""
+    """A folder of the test's own, with links to the models; the working directory, on a machine without a GPU."""
+    monkeypatch.setattr("fastrl.training.init.find_device", lambda name: torch.device("cpu"))
     for path in models.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)

@@ -65,7 +65,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def _has_one_of(files: Iterable[str], name: str) -> bool:
     """Whether a directory has one of these files; True for a name on the hub."""
-    return not Path(name).is_dir() or any((Path(name) / file).exists() for file in files)
+    return not os.path.isdir(name) or any((Path(name) / file).exists() for file in files)
 
 
 def _tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
