@@ -103,7 +103,7 @@ def resolved(name: str, device: str) -> str:
 
 
 def _module(name: str) -> ModuleType:
-    return import_module(f"fastrl.backend.{name}.backend")
+    return import_module(f".{name}.backend", __package__)
 
 
 def fastest(device: str) -> str:

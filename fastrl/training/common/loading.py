@@ -17,8 +17,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from httpx2 import TransportError
-from huggingface_hub import HfApi, constants, is_offline_mode
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from safetensors import SafetensorError, safe_open
@@ -257,7 +256,7 @@ def _ask_hub(name: str) -> None:
     Where the hub does not answer, what is cached of the model is used. Raises UserError if there is no such model, or
     nothing is cached.
     """
-    if is_offline_mode():
+    if constants.HF_HUB_OFFLINE:
         return
     print(f"fastrl: {name}: no such directory; asking the hub", file=sys.stderr)
     try:
@@ -266,7 +265,7 @@ def _ask_hub(name: str) -> None:
         raise UserError(f"{name}: no such directory, and the hub has no such model, or not for you") from error
     except (HfHubHTTPError, HFValidationError):
         pass  # transformers asks in another way, and says what is wrong
-    except TransportError as error:
+    except Exception as error:  # of httpx or of httpx2, by the version of huggingface_hub
         reason = f"the hub does not answer ({one_line(error)})"
         if not (Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).is_dir():
             raise UserError(f"{name}: no such directory, and {reason}") from error
