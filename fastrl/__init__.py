@@ -4,195 +4,34 @@ It computes token log-probabilities, entropies and whole policy losses, with the
 states and the output head, without an (N, V) float32 tensor.
 """
 
-from fastrl.advantages.outcome import gae, group_advantages, length_adaptive_lambda, rloo_advantages, value_loss
-from fastrl.advantages.process import process_advantages
-from fastrl.advantages.relative import (
-    decoupled_group_advantages,
-    maxrl_advantages,
-    opo_advantages,
-    pass_at_k_advantages,
-)
-from fastrl.advantages.rewards import kl_penalized_rewards, overlong_penalty
-from fastrl.advantages.token_baseline import optimal_token_baseline_advantages
-from fastrl.backend.choice import backends, use_backend
-from fastrl.base.checks import check_inputs
-from fastrl.losses.cross_entropy import linear_cross_entropy
-from fastrl.losses.divergence import DivergenceLoss, linear_divergence
-from fastrl.losses.gathered import gathered_logprobs, linear_gathered_logprobs
-from fastrl.losses.kto import KTOLoss, kto_loss, linear_kto_loss
-from fastrl.losses.logprobs import TokenStats, linear_token_logprobs, token_logprobs
-from fastrl.losses.policy import PolicyLoss, linear_policy_loss, logits_policy_loss, policy_loss
-from fastrl.losses.preference import (
-    DPOLoss,
-    PreferenceLoss,
-    dpo_loss,
-    linear_dpo_loss,
-    linear_preference_loss,
-    preference_loss,
-    reward_model_loss,
-)
-from fastrl.losses.topk_divergence import topk_divergence
-from fastrl.objectives.evaluate import LossContext
-from fastrl.objectives.gates import (
-    Clip,
-    DivergenceMask,
-    GammaWeight,
-    GeometricMean,
-    NoGate,
-    RatioMask,
-    SoftGate,
-    StopGradientClip,
-    Tapered,
-)
-from fastrl.objectives.objective import KL, CovarianceClip, CovarianceKL, FutureKL, Objective, RolloutCorrection
-from fastrl.objectives.preferences import (
-    CPO,
-    DPO,
-    IPO,
-    ORPO,
-    PREFERENCES,
-    SPPO,
-    APODown,
-    APOZero,
-    BCOPair,
-    DiscoPOP,
-    EXOPair,
-    Hinge,
-    NCAPair,
-    Preference,
-    RobustDPO,
-    SimPO,
-)
-from fastrl.objectives.presets import (
-    BNPO,
-    CISPO,
-    CPI,
-    DAPO,
-    DPPO,
-    DRO,
-    FIPO,
-    GMPO,
-    GPG,
-    GRPO,
-    GSPO,
-    LUSPO,
-    PPO,
-    PPOKL,
-    PRESETS,
-    REINFORCE,
-    SAPO,
-    TOPR,
-    VESPO,
-    ClipCov,
-    DeepSeekV32,
-    DrGRPO,
-    GSPOToken,
-    IcePop,
-    KLCov,
-)
-from fastrl.planning.memory import MemoryPlans, plan_memory
-from fastrl.sampling_mask.mask import SamplingMask
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BNPO",
-    "CISPO",
-    "CPI",
-    "CPO",
-    "DAPO",
-    "DPO",
-    "DPPO",
-    "DRO",
-    "FIPO",
-    "GMPO",
-    "GPG",
-    "GRPO",
-    "GSPO",
-    "IPO",
-    "KL",
-    "LUSPO",
-    "ORPO",
-    "PPO",
-    "PPOKL",
-    "PREFERENCES",
-    "PRESETS",
-    "REINFORCE",
-    "SAPO",
-    "SPPO",
-    "TOPR",
-    "VESPO",
-    "APODown",
-    "APOZero",
-    "BCOPair",
-    "Clip",
-    "ClipCov",
-    "CovarianceClip",
-    "CovarianceKL",
-    "DPOLoss",
-    "DeepSeekV32",
-    "DiscoPOP",
-    "DivergenceLoss",
-    "DivergenceMask",
-    "DrGRPO",
-    "EXOPair",
-    "FutureKL",
-    "GSPOToken",
-    "GammaWeight",
-    "GeometricMean",
-    "Hinge",
-    "IcePop",
-    "KLCov",
-    "KTOLoss",
-    "LossContext",
-    "MemoryPlans",
-    "NCAPair",
-    "NoGate",
-    "Objective",
-    "PolicyLoss",
-    "Preference",
-    "PreferenceLoss",
-    "RatioMask",
-    "RobustDPO",
-    "RolloutCorrection",
-    "SamplingMask",
-    "SimPO",
-    "SoftGate",
-    "StopGradientClip",
-    "Tapered",
-    "TokenStats",
-    "backends",
-    "check_inputs",
-    "decoupled_group_advantages",
-    "dpo_loss",
-    "gae",
-    "gathered_logprobs",
-    "group_advantages",
-    "kl_penalized_rewards",
-    "kto_loss",
-    "length_adaptive_lambda",
-    "linear_cross_entropy",
-    "linear_divergence",
-    "linear_dpo_loss",
-    "linear_gathered_logprobs",
-    "linear_kto_loss",
-    "linear_policy_loss",
-    "linear_preference_loss",
-    "linear_token_logprobs",
-    "logits_policy_loss",
-    "maxrl_advantages",
-    "opo_advantages",
-    "optimal_token_baseline_advantages",
-    "overlong_penalty",
-    "pass_at_k_advantages",
-    "plan_memory",
-    "policy_loss",
-    "preference_loss",
-    "process_advantages",
-    "reward_model_loss",
-    "rloo_advantages",
-    "token_logprobs",
-    "topk_divergence",
-    "use_backend",
-    "value_loss",
-]
+
+def _modules() -> dict[str, str]:
+    """Public name -> its module, from `__init__.pyi`, which type checkers and editors read."""
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = (node for node in stub.body if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+_MODULES = _modules()
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use, so that the command line answers before torch is loaded."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fastrl' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -31,11 +31,6 @@ OPTIONAL = {
 _OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
-def missing_for_train() -> list[str]:
-    """The modules that training imports and that are not installed."""
-    return dependencies.missing(dependencies.TRAIN)
-
-
 def main(argv: Sequence[str] = ()) -> int:
     """Print versions, devices, compiler and backends; always returns 0, because a missing backend is not an error."""
     about = "versions, devices, backends, and why one is missing"
@@ -45,7 +40,7 @@ def main(argv: Sequence[str] = ()) -> int:
     _section("machine", {**facts["machine"], "threads that wait": _waiting()})
     _section("compiler", {"C++": _compiler()})
     _section("backends", facts["backends"])
-    missing = missing_for_train()
+    missing = dependencies.missing(dependencies.TRAIN)
     ready = f"packages are missing: {dependencies.how_to_install(missing)}" if missing else "ready"
     _section("commands", {f"fastrl {name}": ready for name in ("train", "sft", "dpo", "reward-model", "sample")})
     _section("what a config may need", {what: _installed(modules) for what, modules in OPTIONAL.items()})

@@ -64,7 +64,7 @@ def test_no_modules_form_a_circle() -> None:
 def test_every_folder_says_what_it_is_for() -> None:
     for name in LEVELS:
         assert ast.get_docstring(ast.parse((ROOT / "fastrl" / name / "__init__.py").read_text())), name
-    assert {p.name for p in (ROOT / "fastrl").glob("*.py")} == {"__init__.py", "cli.py", "doctor.py"}
+    assert {p.name for p in (ROOT / "fastrl").glob("*.py")} == {"__init__.py", "__main__.py", "cli.py", "doctor.py"}
 
 
 def test_no_module_has_the_name_of_a_public_one() -> None:

@@ -96,7 +96,8 @@ def test_the_wheel_is_pure_and_holds_the_package_and_nothing_else(distributions)
     files = [p for p in (ROOT / "fastrl").rglob("*.py") if "kernels" not in p.parts]
     # rglob does not enter links to directories on every version of Python.
     files += (ROOT / "fastrl" / "kernels").glob("*.py")
-    expected = {p.relative_to(ROOT).as_posix() for p in files} | {"fastrl/py.typed"}
+    expected = {p.relative_to(ROOT).as_posix() for p in files} | {"fastrl/py.typed", "fastrl/__init__.pyi"}
+    expected |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "fastrl" / "help").iterdir()}
     expected |= {f"fastrl/{p.relative_to(ROOT)}" for p in (ROOT / "csrc").rglob("*") if p.suffix in SHIPPED}
     assert {n for n in names if ".dist-info/" not in n} == expected
     assert any(n.endswith("/LICENSE") for n in names)

@@ -32,7 +32,7 @@ def commands(name: str, program: str) -> list[list[str]]:
 
 def parsed(words: list[str]) -> Config:
     """The config of a command `fastrl train`."""
-    config, _ = parse_command_line(Config, "train", "", words[2:], {"resume": ""})
+    config, _ = parse_command_line(Config, "train", words[2:], {"resume": ""})
     return config
 
 

@@ -6,7 +6,6 @@ python docs/site/config_pages.py
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -14,18 +13,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from fastrl.base.json_text import to_json
-from fastrl.training.common.settings import Section, json_values
-from fastrl.training.rl import config as train
-from fastrl.training.stages import dpo, reward_model, sample, sft
+from fastrl.training.commands import COMMANDS
+from fastrl.training.common.settings import Section, fields, json_values, table_of
 
 #: command -> the model of its config
-CONFIGS: dict[str, type[Section]] = {
-    "train": train.Config,
-    "sft": sft.Config,
-    "dpo": dpo.Config,
-    "reward-model": reward_model.Config,
-    "sample": sample.Config,
-}
+CONFIGS: dict[str, type[Section]] = {name: command.kind for name, command in COMMANDS.items()}
 FOLDER = Path(__file__).resolve().parents[1] / "config"
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -35,15 +27,6 @@ def config_pages() -> dict[Path, str]:
     return {FOLDER / f"{command.replace('-', '_')}.md": _page(command) for command in CONFIGS}
 
 
-def fields(model: type[BaseModel], table: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
-    """Each field that holds a value, with its table and name, in the order of the model."""
-    for name, field in model.model_fields.items():
-        if inner := _table(field.annotation):
-            yield from fields(inner, f"{table}.{name}" if table else name)
-        else:
-            yield table, name, field
-
-
 def _page(command: str) -> str:
     lines = [
         f"# Config of fastrl {command}",
@@ -51,24 +34,24 @@ def _page(command: str) -> str:
         f"Every table and field of a config of `fastrl {command}`. A field is also an option of the command line,"
         " `--table.field value`, which wins over the file. [Training](../training.md) explains how they work together.",
     ]
-    tables = _tables(CONFIGS[command])
+    tables = tables_of(CONFIGS[command])
     seen = None
-    for table, name, field in fields(CONFIGS[command]):
-        if table != seen:
+    for (*above, name), field in fields(CONFIGS[command]):
+        if (table := ".".join(above)) != seen:
             seen = table
             lines += _heading(table, *tables[table])
         lines += _entry(table, name, field)
     return "\n".join(lines) + "\n"
 
 
-def _tables(model: type[BaseModel], above: str = "") -> dict[str, tuple[type[BaseModel], bool]]:
+def tables_of(model: type[BaseModel], above: str = "") -> dict[str, tuple[type[BaseModel], bool]]:
     """Table -> its model, and whether it is absent unless the file has it."""
     found = {}
     for name, field in model.model_fields.items():
-        if inner := _table(field.annotation):
+        if inner := table_of(field):
             path = f"{above}.{name}" if above else name
             found[path] = (inner, field.default is None)
-            found |= _tables(inner, path)
+            found |= tables_of(inner, path)
     return found
 
 
@@ -78,6 +61,11 @@ def _heading(table: str, model: type[BaseModel], absent: bool) -> list[str]:
 
 
 def _entry(table: str, name: str, field: FieldInfo) -> list[str]:
+    return ["", f"### {table}.{name}", "", facts(field), "", (field.description or "").strip()]
+
+
+def facts(field: FieldInfo) -> str:
+    """The types of a field, its bounds and its default."""
     if field.is_required():
         default = "required"
     else:
@@ -89,17 +77,7 @@ def _entry(table: str, name: str, field: FieldInfo) -> list[str]:
         for name, sign in _BOUNDS.items()
         if hasattr(limit, name)
     ]
-    kind = " or ".join(_type(field.annotation))
-    facts = ", ".join([kind, *bounds, default])
-    return ["", f"### {table}.{name}", "", facts, "", (field.description or "").strip()]
-
-
-def _table(annotation: Any) -> type[BaseModel] | None:
-    """The model of a field that is a table of its own."""
-    for inner in get_args(annotation) or (annotation,):
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            return inner
-    return None
+    return ", ".join([" or ".join(_type(field.annotation)), *bounds, default])
 
 
 def _type(annotation: Any) -> list[str]:

@@ -179,13 +179,13 @@ def _check_arguments(call: ast.Call, function: Any) -> None:
 
 _STAGE = {"model": {"path": "owner/model"}, "data": {"path": "data.jsonl"}}
 _SAMPLED = {**_STAGE, "reward": {"function": "reward.py:reward"}}
-#: Command -> the module of its Config, and the least that a config says.
-CONFIGS: dict[str, tuple[str, dict[str, dict[str, str]]]] = {
-    "train": ("training.rl.config", {**_SAMPLED, "objective": {"name": "grpo"}}),
-    "sft": ("training.stages.sft", _STAGE),
-    "dpo": ("training.stages.dpo", _STAGE),
-    "reward-model": ("training.stages.reward_model", _STAGE),
-    "sample": ("training.stages.sample", _SAMPLED),
+#: Command -> the least that a config says.
+CONFIGS: dict[str, dict[str, dict[str, str]]] = {
+    "train": {**_SAMPLED, "objective": {"name": "grpo"}},
+    "sft": _STAGE,
+    "dpo": _STAGE,
+    "reward-model": _STAGE,
+    "sample": _SAMPLED,
 }
 #: Table -> the fields of which one is enough, so that a block that has it is given no other.
 _ENOUGH = {"model": ("path", "config"), "reward": ("function", "model", "steps")}
@@ -193,15 +193,15 @@ _ENOUGH = {"model": ("path", "config"), "reward": ("function", "model", "steps")
 
 def check_config(block: Block, folder: Path) -> None:
     """Raises an error of pydantic's or ValueError for a part of a config that the command would not take."""
-    from fastrl.training.common.settings import load_settings  # needs pydantic
+    from fastrl.training.commands import COMMANDS  # needs pydantic
+    from fastrl.training.common.settings import load_settings
 
     command = block.notes.get("config") or "train"
     if command not in CONFIGS:
         raise ValueError(f"config: expected one of {', '.join(CONFIGS)}, got {command!r}")
     part = tomllib.loads(block.text)
     base = part.pop("base", None)
-    module, least = CONFIGS[command]
-    tree = {table: dict(fields) for table, fields in least.items()}
+    tree = {table: dict(fields) for table, fields in CONFIGS[command].items()}
     for table, fields in _ENOUGH.items():
         if any(name in part.get(table, {}) for name in fields):
             tree.pop(table, None)
@@ -215,7 +215,7 @@ def check_config(block: Block, folder: Path) -> None:
     path.write_text("".join(f"[{table}]\n{_assignments(fields)}" for table, fields in tree.items()))
     if base is not None:  # as if the block were a file beside the recipes
         path = next(x for x in (ROOT / base, ROOT / "examples/recipes" / base) if x.exists())
-    load_settings(import_module(f"fastrl.{module}").Config, path, part)
+    load_settings(COMMANDS[command].kind, path, part)
 
 
 def _assignments(fields: dict[str, str]) -> str:
@@ -224,7 +224,7 @@ def _assignments(fields: dict[str, str]) -> str:
 
 def least_config(command: str) -> str:
     """The text of the shortest config of a command."""
-    return "".join(f"[{table}]\n{_assignments(fields)}" for table, fields in CONFIGS[command][1].items())
+    return "".join(f"[{table}]\n{_assignments(fields)}" for table, fields in CONFIGS[command].items())
 
 
 # --- shell ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from fastrl.training.commands import COMMANDS
 from fastrl.training.common.checkpoint import NUMBERS
 
 
@@ -62,3 +63,8 @@ def write_toml(path, tables):
 
     path.write_text("".join(lines(tables)))
     return str(path)
+
+
+def config_of(module):
+    """The class of the configs that a command's module takes."""
+    return next(command.kind for command in COMMANDS.values() if module.__name__.endswith(f".{command.module}"))

@@ -7,13 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# For the help of every command with such a loop.
-ABOUT = (
-    "SIGTERM, SIGHUP and Ctrl-C finish the step, save a checkpoint and exit with 143, 129 and 130; a second one ends "
-    "at once."
-)
-RESUME = {"resume": "go on from the newest checkpoint in logging.output_dir, if it holds one, to the same end"}
-
 
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:

@@ -51,19 +51,36 @@ def name_of(config: ModelConfig) -> str:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that a model's config names. Raises UserError if there is none, or it cannot be read."""
+    """The tokenizer that a model's config names. Raises UserError if there is none, or it is another model's."""
     name = config.path if config.tokenizer is None else config.tokenizer
     assert name is not None  # ModelConfig's check
-    _check_source(name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # a damaged file makes it raise nearly anything
-        raise _cannot_load("tokenizer", name, error) from error
+    tokenizer = _tokenizer(name, config.trust_remote_code)
     files = {"tokenizer.json", "tokenizer_config.json", *(tokenizer.vocab_files_names or {}).values()}
-    if Path(name).is_dir() and not any((Path(name) / file).exists() for file in files):
+    if not _has_one_of(files, name):
         # From the model's config alone, transformers makes a tokenizer without a vocabulary.
         raise UserError(f"{name}: holds no tokenizer; expected one of {', '.join(sorted(files))}")
+    if config.path not in (None, name) and _has_one_of(files, config.path):
+        own, given = _tokenizer(config.path, config.trust_remote_code).get_vocab(), tokenizer.get_vocab()
+        if wrong := own.items() - given.items():
+            token, number = min(wrong, key=lambda item: item[1])
+            raise UserError(
+                f"{name}: is not the tokenizer of {config.path}, whose token {token!r} has the id {number}, here "
+                f"{given.get(token, 'none')}; leave model.tokenizer out"
+            )
     return tokenizer
+
+
+def _has_one_of(files: Iterable[str], name: str) -> bool:
+    """Whether a directory has one of these files; True for a name on the hub."""
+    return not Path(name).is_dir() or any((Path(name) / file).exists() for file in files)
+
+
+def _tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    _check_source(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a damaged file makes it raise nearly anything
+        raise _cannot_load("tokenizer", name, error) from error
 
 
 def load_config(config: ModelConfig, **extra: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Union
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from fastrl.base.spelling import nearest
 from fastrl.training.common.settings import Section
 
 
@@ -38,11 +39,14 @@ class Presets(NamedTuple):
         """Raise ValueError for an unknown preset, and for an option that it does not have or that has another type."""
         known = self.options.get(preset.lower())
         if known is None:
-            raise ValueError(f"{where}: expected one of {', '.join(self.functions)}, got {preset!r}")
+            raise ValueError(
+                f"{where}: expected one of {', '.join(self.functions)}, got {preset!r}{nearest(preset, self.functions)}"
+            )
         for option, value in options.items():
             dotted = f"{where}.{option}".lstrip(".")
             if option not in known:
-                raise ValueError(f"{dotted}: {preset} has no such option; it has {', '.join(known) or 'none'}")
+                has = f"it has {', '.join(known) or 'none'}{nearest(option, known)}"
+                raise ValueError(f"{dotted}: {preset} has no such option; {has}")
             try:
                 TypeAdapter(known[option]).validate_python(value)
             except ValidationError as error:
@@ -120,8 +124,7 @@ class PresetConfig(Section):
 
     @model_validator(mode="after")
     def _buildable(self) -> "PresetConfig":
-        if self.name.lower() not in self.known.functions:
-            raise ValueError(f"name: expected one of {', '.join(self.known.functions)}, got {self.name!r}")
+        self.known.check("name", self.name, {})
         for preset, options in self.presets.items():
             self.known.check(f"presets.{preset}", preset, options)
         self.known.check("", self.name, self._chosen_options())

@@ -1,7 +1,7 @@
 """Tables that several commands' configs share: model, machine, optimizer, sampling, reward, and what a run writes."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -25,6 +25,8 @@ Budget = Annotated[str | None, AfterValidator(_budget)]
 
 class ModelConfig(Section):
     """The model that is trained, or that completions are drawn from."""
+
+    displaces: ClassVar = {"path": ("config", "tokenizer"), "config": ("path",)}
 
     path: ModelLocation = None
     """A model with weights: a local directory or a hub name. If it holds peft's adapters, they are merged into their

@@ -12,19 +12,24 @@ the values of a file that extends this one, or of the command line.
 import argparse
 import json
 import os
+import sys
 import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from fastrl.base.dependencies import how_to_install
 from fastrl.base.errors import UserError
 from fastrl.base.json_text import to_json
+from fastrl.base.spelling import nearest
 
 
 class Section(BaseModel):
@@ -37,6 +42,9 @@ class Section(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",  # where a field takes any value: the default, null, would be lost
     )
+
+    displaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """field -> fields that a file's base loses when the file, or the command line, gives this one"""
 
 
 Settings = TypeVar("Settings", bound=Section)
@@ -62,31 +70,36 @@ class Location:
 
 
 def parse_command_line(
-    kind: type[Settings], command: str, description: str, argv: list[str], switches: dict[str, str] | None = None
+    kind: type[Settings],
+    command: str,
+    argv: list[str],
+    switches: Iterable[str] = (),
+    short: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Settings, dict[str, bool]]:
     """The settings that `CONFIG.toml --section.field value ...` describes, and which `--switches` were given.
 
-    `switches` maps names to help texts. Raises UserError for a file or a value that cannot be used, and
-    SystemExit(2) (argparse) for an unknown option.
+    `short` maps names to the options that they stand for. Raises UserError for an unknown option, and for a file or a
+    value that cannot be used; SystemExit(2) (argparse) for a missing file or value.
     """
-    switches = switches or {}
-    usage = "".join(f" [--{name}]" for name in switches)
+    usage = "".join(f" [--{name}]" for name in switches) + "".join(f" [--{name} VALUE]" for name in short)
     parser = argparse.ArgumentParser(
-        prog=f"fastrl {command}",
-        usage=f"fastrl {command} CONFIG{usage} [--section.field value ...]",
-        description=f"{description} Every --section.field overrides one of CONFIG.",
-        allow_abbrev=False,
+        usage=f"fastrl {command} CONFIG{usage} [--section.field value ...]", allow_abbrev=False, add_help=False
     )
-    parser.add_argument("file", metavar="CONFIG", type=Path, help="TOML file")
-    for name, text in switches.items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
+    parser.add_argument("file", metavar="CONFIG", type=Path)
+    for name in switches:
+        parser.add_argument(f"--{name}", action="store_true")
+    for name, option in short.items():
+        parser.add_argument(f"--{name}", dest=option, default=argparse.SUPPRESS)
     # Only the command-line source reads this class: its values stay text until `kind` checks them with the file's.
     options = SettingsConfigDict(extra="forbid", cli_avoid_json=True, cli_implicit_flags=False)
     reader = type("_CommandLine", (kind, BaseSettings), {"model_config": options, "__module__": __name__})
-    source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
-        reader, root_parser=parser, cli_hide_none_type=True
-    )
-    arguments = vars(parser.parse_args(argv))
+    source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(reader, root_parser=parser)
+    parsed, unknown = parser.parse_known_args(argv)
+    if unknown:
+        given = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
+        known = [f"--{name}" for name in (*switches, *short, *(".".join(path) for path, _ in fields(kind)))]
+        raise UserError(f"{given}: no such option of fastrl {command}{nearest(given, known)}")
+    arguments = vars(parsed)
     path = arguments.pop("file")
     switched_on = {name: arguments.pop(name) for name in switches}
     _check_tables(kind, arguments)
@@ -97,15 +110,31 @@ def parse_command_line(
     return load_settings(kind, path, overrides), switched_on
 
 
+def fields(kind: type[BaseModel], *above: str) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Each field that holds a value, as the names of its tables and its own, in the order of the model."""
+    for name, field in kind.model_fields.items():
+        if inner := table_of(field):
+            yield from fields(inner, *above, name)
+        else:
+            yield (*above, name), field
+
+
+def table_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that is a table of its own."""
+    for inner in get_args(field.annotation) or (field.annotation,):
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            return inner
+    return None
+
+
 def _check_tables(kind: type[BaseModel], arguments: dict[str, Any], prefix: str = "") -> None:
     """Raise UserError for a table on the command line that is not JSON.
 
     pydantic-settings would take name=value, and make a text of every value: enable_thinking=false would be true.
     """
     for name, field in kind.model_fields.items():
-        for inner in get_args(field.annotation) or (field.annotation,):
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                _check_tables(inner, arguments, f"{prefix}{name}.")
+        if inner := table_of(field):
+            _check_tables(inner, arguments, f"{prefix}{name}.")
         for text in (arguments.get(prefix + name) or []) if get_origin(field.annotation) is dict else []:
             try:
                 table = json.loads(text)
@@ -124,10 +153,30 @@ def load_settings(kind: type[Settings], path: Path, overrides: dict[str, Any] | 
     """
     overrides = overrides or {}
     _resolve_paths(kind, overrides, Path.cwd())
+    tree = _read(kind, path, [])
+    _say_what_is_displaced(kind, path, tree, overrides)
     try:
-        return kind.model_validate(_merge(_read(kind, path, []), overrides))
+        return kind.model_validate(_merge(kind, tree, overrides))
     except ValidationError as error:
-        raise UserError("\n".join(_describe(error, path, overrides))) from error
+        raise UserError("\n".join(_describe(kind, error, path, overrides))) from error
+
+
+def _say_what_is_displaced(kind: type[Section], path: Path, tree: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """Warn of a model on the command line that takes the place of a file's, but learns from that one's data."""
+    for name, field in kind.model_fields.items():
+        model, given, before = table_of(field), overrides.get(name) or {}, tree.get(name)
+        if not isinstance(before, dict) or model is None or not issubclass(model, Section):
+            continue
+        for option in given:
+            lost = [
+                f"{name}.{other}" for other in model.displaces.get(option, ()) if other in before and other not in given
+            ]
+            if lost and "data" not in overrides:
+                print(
+                    f"fastrl: warning: --{name}.{option} takes the place of {' and '.join(lost)} in {path}, whose data,"
+                    " rewards and lengths stay; fastrl init writes a config for data of your own",
+                    file=sys.stderr,
+                )
 
 
 def _read(kind: type[Section], path: Path, above: list[Path]) -> dict[str, Any]:
@@ -148,16 +197,15 @@ def _read(kind: type[Section], path: Path, above: list[Path]) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise UserError(f"{path}: base: expected the path of another config, got {base!r}")
-    return _merge(_read(kind, path.parent / base, [*above, path.resolve()]), tree)
+    return _merge(kind, _read(kind, path.parent / base, [*above, path.resolve()]), tree)
 
 
 def _resolve_paths(kind: type[BaseModel], tree: dict[str, Any], base: Path) -> None:
     """Make the paths in a tree absolute, in place."""
     for name, field in kind.model_fields.items():
         value = tree.get(name)
-        for inner in get_args(field.annotation) or (field.annotation,):
-            if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, BaseModel):
-                _resolve_paths(inner, value, base)
+        if isinstance(value, dict) and (inner := table_of(field)):
+            _resolve_paths(inner, value, base)
         for mark in field.metadata:
             if isinstance(mark, Location) and isinstance(value, str):
                 tree[name] = _resolve(value, base, mark)
@@ -197,8 +245,11 @@ def _resolve(text: str, base: Path, mark: Location) -> str:
     return os.path.normpath(resolved.absolute())
 
 
-def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+def _merge(kind: type[BaseModel] | None, base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    """The tables of `base` with the values of `top`, which win, and displace others; `kind` is the tables' model."""
+    displaces = kind.displaces if kind is not None and issubclass(kind, Section) else {}
+    displaced = {other for name in top for other in displaces.get(name, ())}
+    merged = {name: value for name, value in base.items() if name not in displaced}
     presets = base.get("presets")
     if isinstance(presets, dict):
         merged["presets"] = {
@@ -209,7 +260,8 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
         }
     for key, value in top.items():
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both_tables else value
+        field = None if kind is None else kind.model_fields.get(key)
+        merged[key] = _merge(field and table_of(field), merged[key], value) if both_tables else value
     return merged
 
 
@@ -217,8 +269,9 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 _EXPECTED = {"model_type": "expected a table", "tuple_type": "expected a list", "list_type": "expected a list"}
 
 
-def _describe(error: ValidationError, path: Path, overrides: dict[str, Any]) -> list[str]:
+def _describe(kind: type[BaseModel], error: ValidationError, path: Path, overrides: dict[str, Any]) -> list[str]:
     lines = []
+    known = {names[:i] for names, _ in fields(kind) for i in range(1, len(names) + 1)}
     for item in error.errors():
         field = ".".join(str(part) for part in item["loc"])
         override: Any = overrides  # the command line's value of this field
@@ -233,7 +286,9 @@ def _describe(error: ValidationError, path: Path, overrides: dict[str, Any]) -> 
         else:
             where = f"{path}: {field}".removesuffix(": ") if override is None or override == {} else f"--{field}"
         if item["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown field (value {item['input']!r})")
+            *table, name = item["loc"]
+            beside = [names[-1] for names in known if list(names[:-1]) == table]
+            lines.append(f"{where}: unknown field (value {item['input']!r}){nearest(str(name), beside)}")
         elif item["type"] == "missing":
             lines.append(f"{where}: required, but not given")
         else:

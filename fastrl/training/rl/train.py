@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fastrl.training.common.checkpoint import SaveClock, checkpoint_of, due, run_folder, saved_on_error
-from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
+from fastrl.training.common.interruption import exit_status, stop_signals
 from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.saving import check_savable
-from fastrl.training.common.settings import parse_command_line
 from fastrl.training.common.timing import peak_memory, timed
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.evaluation import evaluate
@@ -25,14 +24,12 @@ from fastrl.training.rl.update import update
 SHOWN = ("reward", "eval/reward", "divergence", "entropy", "kl", "clip_frac", "length", "grad_norm", "time/step")
 
 
-def main(argv: list[str]) -> int:
-    """`fastrl train CONFIG.toml [--resume] [--section.field value ...]`. Raises UserError for what the user can fix.
+def main(config: Config, resume: bool) -> int:
+    """`fastrl train`: train, print what came out, and return the exit status.
 
-    Returns the exit status: 0 for a complete run, or the status that a shell gives for the signal that ended it early.
+    That is 0 for a complete run, or the status that a shell gives for the signal that ended it early.
     """
-    text = f"Train a language model by reinforcement learning. {ABOUT}"
-    config, switches = parse_command_line(Config, "train", text, argv, RESUME)
-    summary = train(config, resume=switches["resume"])
+    summary = train(config, resume=resume)
     evaluated = {name: value for name, value in summary.items() if name.startswith("eval/") and value is not None}
     scores = ", ".join(f"{name} {value:.4f}" for name, value in evaluated.items())
     print(f"{config.name}: {summary['steps']} steps in {summary['seconds']:.0f} s. {scores}")

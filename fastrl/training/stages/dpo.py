@@ -8,65 +8,21 @@ The reference is the policy that the run starts from. Its log-probabilities of t
 first update, so no second model is kept; checkpoints hold them. A preference without a reference needs none of that.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import create_model, model_validator
 from torch import Tensor
 from tqdm import tqdm
 
-from fastrl import PREFERENCES, Preference, linear_preference_loss
+from fastrl import Preference, linear_preference_loss
 from fastrl.base.errors import UserError
 from fastrl.training.common.policy import Policy, reference_of
-from fastrl.training.common.preset_config import PresetConfig, Presets
 from fastrl.training.common.rollout import hidden_states, rollout_logprobs
-from fastrl.training.stages.config import TokenStageConfig, TokenTrainingConfig
-from fastrl.training.stages.loop import PolicyStage, command, train_policy
+from fastrl.training.stages.config import DPOConfig, TokenTrainingConfig
+from fastrl.training.stages.loop import PolicyStage, finish, train_policy
 from fastrl.training.stages.rows import Reader, Tokens, as_rollout
-
-
-class _LossBase(PresetConfig):
-    """The loss: a preset of fastrl.PREFERENCES and its options. An option that is not given has the preset's value."""
-
-    known = Presets.of(PREFERENCES, Preference, without=("formula",))
-
-    name: str = "dpo"
-    """The preset, in any case."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_beta(cls, table: Any) -> Any:
-        # Every preset has a beta; the checkpoints of runs from before there was more than one hold theirs.
-        preset = cls.known.functions.get(str(table.get("name", "dpo")).lower()) if isinstance(table, dict) else None
-        if preset is None or table.get("beta") is not None:
-            return table
-        return table | {"beta": inspect.signature(preset).parameters["beta"].default}
-
-    def build(self) -> Preference:
-        """The preference: the preset called with its options."""
-        preference: Preference = super().build()
-        return preference
-
-
-_TEXTS = {
-    "beta": "Multiplies the scores.",
-    "label_smoothing": "The share of pairs that are assumed to be labelled the wrong way round.",
-    "gamma": "The margin that beta times the difference of the scores should exceed.",
-    "tau": "The width of DiscoPOP's blend of losses.",
-    "nll_coef": "The weight of the chosen completions' negative log-likelihood per token.",
-    "average": "Whether a score is the mean over a completion's tokens, instead of the sum.",
-    "reference": "Whether the reference's log-probability is subtracted from the policy's.",
-}
-LossConfig = create_model("LossConfig", __base__=_LossBase, __doc__=_LossBase.__doc__, **_LossBase.known.fields(_TEXTS))
-
-
-class Config(TokenStageConfig):
-    """Everything that preference optimisation depends on."""
-
-    loss: LossConfig = LossConfig()
 
 
 @dataclass(frozen=True)
@@ -166,7 +122,7 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Pair:
     return pair
 
 
-def train(config: Config, resume: bool = False) -> dict[str, Any]:
+def train(config: DPOConfig, resume: bool = False) -> dict[str, Any]:
     """Run the stage, or the rest of it; returns the run's summary.
 
     Raises UserError before the first update for input that cannot be used.
@@ -180,6 +136,6 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
     return train_policy(make, parse, both, config, "dpo", resume, per_row=2)
 
 
-def main(argv: list[str]) -> int:
-    """`fastrl dpo CONFIG.toml [--resume] [--section.field value ...]`. Raises UserError for what the user can fix."""
-    return command(Config, "dpo", "Train a language model on pairs of completions.", train, argv)
+def main(config: DPOConfig, resume: bool) -> int:
+    """`fastrl dpo`: train, print what came out, and return the exit status."""
+    return finish(config, "dpo", train(config, resume))

@@ -30,7 +30,7 @@ from fastrl.training.common.checkpoint import (
 )
 from fastrl.training.common.checksums import digest
 from fastrl.training.common.files import whole_directory
-from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
+from fastrl.training.common.interruption import exit_status, stop_signals
 from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.memory_needs import LossCall, check_budget
@@ -38,12 +38,10 @@ from fastrl.training.common.optimizer import cpu_threads, make_optimizer, start
 from fastrl.training.common.policy import Policy, checkpointing, load_policy, max_positions
 from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.saving import check_savable, save_pretrained
-from fastrl.training.common.settings import parse_command_line
 from fastrl.training.stages.config import StageConfig, TokenStageConfig, TokenTrainingConfig
 from fastrl.training.stages.rows import Reader, Tokens
 
 Row = TypeVar("Row")
-Config = TypeVar("Config", bound=StageConfig)
 
 
 class Stage(ABC, Generic[Row]):
@@ -243,12 +241,9 @@ def fit(
         return log.summarize({"steps": step, "seconds": time.perf_counter() - started, "interrupted": interrupted})
 
 
-def command(
-    kind: type[Config], name: str, about: str, train: Callable[[Config, bool], dict[str, Any]], argv: list[str]
-) -> int:
-    """Run a stage from its command line, print its result and output paths, and return the exit status."""
-    config, switches = parse_command_line(kind, name, f"{about} {ABOUT}", argv, RESUME)
-    summary, output = train(config, switches["resume"]), config.logging.output_dir
+def finish(config: StageConfig, name: str, summary: dict[str, Any]) -> int:
+    """Print the result and the output paths of a command's run, and return its exit status."""
+    output = config.logging.output_dir
     numbers = {metric: summary.get(metric) for metric in ("loss", "eval/loss", "accuracy", "eval/accuracy")}
     values = ", ".join(f"{metric} {value:.4f}" for metric, value in numbers.items() if value is not None)
     print(f"{name}: {summary['steps']} updates in {summary['seconds']:.0f} s. {values}")

@@ -8,10 +8,9 @@ shifted so that their mean over the training responses, or over the completions 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
@@ -20,32 +19,10 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.loading import load_tokenizer, name_of
 from fastrl.training.common.policy import load_model
 from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, longest_scored, score_sequences
-from fastrl.training.common.settings import Location
 from fastrl.training.common.sources import Source, field_of
-from fastrl.training.stages import config as shared
-from fastrl.training.stages.loop import Stage, command, fit, prepared
+from fastrl.training.stages.config import RewardModelConfig
+from fastrl.training.stages.loop import Stage, finish, fit, prepared
 from fastrl.training.stages.rows import Reader
-
-
-class DataConfig(shared.DataConfig):
-    """The training data."""
-
-    reference_path: Annotated[Path | None, Location()] = None
-    """Rows {"prompt", "completion"} whose mean score shall be 0. The default is the training responses."""
-
-
-class Config(shared.StageConfig):
-    """Everything that a reward model depends on."""
-
-    data: DataConfig
-
-    @model_validator(mode="after")
-    def _no_language_model(self) -> "Config":
-        if self.model.lora_rank is not None:
-            raise ValueError("model.lora_rank: a reward model trains all its weights; leave that out")
-        if self.model.logits_dtype is not None:
-            raise ValueError("model.logits_dtype: a reward model has no logits over a vocabulary; leave that out")
-        return self
 
 
 @dataclass(frozen=True)
@@ -114,7 +91,7 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Ranked:
     return Ranked([tokens.all for tokens in answers], ranks)
 
 
-def train(config: Config, resume: bool = False) -> dict[str, Any]:
+def train(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
     """Run the stage, or the rest of it; returns the run's summary.
 
     Raises UserError before the first update for input that cannot be used.
@@ -148,6 +125,6 @@ def _with_pairs(rows: list[Ranked], source: Source) -> list[Ranked]:
     return kept
 
 
-def main(argv: list[str]) -> int:
-    """`fastrl reward-model CONFIG.toml [--resume] [--section.field value ...]`. Raises UserError for wrong input."""
-    return command(Config, "reward-model", "Train a reward model on ranked completions.", train, argv)
+def main(config: RewardModelConfig, resume: bool) -> int:
+    """`fastrl reward-model`: train, print what came out, and return the exit status."""
+    return finish(config, "reward-model", train(config, resume))

@@ -4,20 +4,16 @@ One line per completion: the prompt row's fields, "completion", "reward", "rewar
 and "truncated" for a completion that did not end with EOS. `fastrl sft` trains on it as it is.
 """
 
-import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from pydantic import Field, model_validator
 from tqdm import tqdm
 
 from fastrl.base.errors import UserError
 from fastrl.base.json_text import to_json
 from fastrl.training.common.checksums import json_value
 from fastrl.training.common.data import Example, PromptFormat, Room, load_examples
-from fastrl.training.common.data_config import PromptsConfig
 from fastrl.training.common.lock import sole_writer
 from fastrl.training.common.optimizer import cpu_threads, start
 from fastrl.training.common.policy import Policy, load_policy, max_positions
@@ -25,66 +21,12 @@ from fastrl.training.common.reward_model import make_rewards
 from fastrl.training.common.rollout import completion_texts
 from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.scoring import RewardFunctions, Rewards
-from fastrl.training.common.sections import FileLocation, MachineConfig, ModelConfig, RewardConfig, RolloutConfig
-from fastrl.training.common.settings import Section, parse_command_line
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.engines.sampler import CompletionSampler
+from fastrl.training.stages.config import SampleConfig
 
 # The fields of a line besides the prompt row's own.
 WRITTEN = ("completion", "reward", "rewards", "truncated")
-
-
-class DataConfig(PromptsConfig):
-    """The prompts. A row's other columns go to the reward functions."""
-
-
-class OutputConfig(Section):
-    """The output file."""
-
-    path: FileLocation = Path("runs/samples.jsonl")
-    """The JSONL file to write. Until it is complete its name ends in ".unfinished"."""
-    overwrite: bool = False
-    """Replace the file if it exists, which is otherwise an error."""
-    best: int | None = Field(None, ge=1)
-    """Write only this many completions of each prompt, those with the highest rewards. Equal texts count once.
-    Completions that were cut off or have no reward are left out, because a model trained on them would learn to stop
-    there. The default writes all completions."""
-
-
-class Config(Section):
-    """Everything that sampling depends on."""
-
-    model: ModelConfig
-    data: DataConfig
-    reward: RewardConfig
-    rollout: RolloutConfig = RolloutConfig()
-    training: MachineConfig = MachineConfig()
-    output: OutputConfig = OutputConfig()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Config":
-        best, count, reward = self.output.best, self.rollout.num_generations, self.reward
-        if best is not None and best > count:
-            raise ValueError(f"output.best: expected at most rollout.num_generations = {count}, got {best}")
-        if self.output.path.absolute() == Path(self.data.path).absolute():
-            raise ValueError(f"output.path: {self.output.path} is data.path too")
-        path = self.output.path
-        if path.is_symlink() or (path.exists() and not path.is_file()):  # the finished file would replace it
-            raise ValueError(f"output.path: expected a file, got a directory, a link or a device, {path}")
-        unused = {
-            "reward.steps": reward.steps is not None,
-            "reward.overlong_cache": reward.overlong_cache is not None,
-            "reward.overlong_filter": reward.overlong_filter,
-            "rollout.dynamic_sampling": self.rollout.dynamic_sampling,
-            "rollout.keep_routing": self.rollout.keep_routing,
-            "rollout.ahead": self.rollout.ahead > 0,
-            "rollout.sleep": self.rollout.sleep,
-            "model.lora_rank": self.model.lora_rank is not None,
-        }
-        for name, is_set in unused.items():
-            if is_set:
-                raise ValueError(f"{name}: means nothing here, where nothing is trained; leave it out")
-        return self
 
 
 @dataclass(frozen=True)
@@ -139,7 +81,7 @@ def best_of(group: list[Completion], count: int) -> list[Completion]:
     return list(distinct.values())[:count]
 
 
-def sample(config: Config) -> Tally:
+def sample(config: SampleConfig) -> Tally:
     """Run the stage. Raises UserError before anything is sampled for input that cannot be used."""
     output = config.output.path
     lock = output.with_name(f".{output.name}.lock")
@@ -181,7 +123,7 @@ def sample(config: Config) -> Tally:
 
 
 def _groups(
-    policy: Policy, sampler: CompletionSampler, rewards: Rewards, examples: list[Example], config: Config
+    policy: Policy, sampler: CompletionSampler, rewards: Rewards, examples: list[Example], config: SampleConfig
 ) -> Iterator[list[tuple[Example, list[Completion]]]]:
     """The completions of each prompt, rollout.prompts_per_step prompts at a time."""
     settings = config.rollout
@@ -201,15 +143,8 @@ def _groups(
         yield [(example, generated[i * size : (i + 1) * size]) for i, example in enumerate(chunk)]
 
 
-def main(argv: list[str]) -> int:
-    """`fastrl sample CONFIG.toml [--best K] [--section.field value ...]`. Raises UserError for wrong input."""
-    short = argparse.ArgumentParser(prog="fastrl sample", add_help=False, allow_abbrev=False)
-    short.add_argument("--best", type=int, metavar="K")
-    options, rest = short.parse_known_args(argv)
-    if options.best is not None:
-        rest += ["--output.best", str(options.best)]
-    about = "Sample completions and their rewards. --best K is short for --output.best K."
-    config, _ = parse_command_line(Config, "sample [--best K]", about, rest)
+def main(config: SampleConfig) -> int:
+    """`fastrl sample`: sample, print what was written where, and return the exit status."""
     tally = sample(config)
     print(f"sample: {tally}\n{tally.lines} completions: {config.output.path}")
     return 0

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from fastrl import REINFORCE, linear_cross_entropy
@@ -16,29 +15,9 @@ from fastrl.training.common.distillation import Distillation, check_teacher, loa
 from fastrl.training.common.memory_needs import LossCall
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout, hidden_states
-from fastrl.training.common.sections import TeacherConfig, check_input
-from fastrl.training.stages.config import TokenStageConfig, TokenTrainingConfig
-from fastrl.training.stages.loop import PolicyStage, command, train_policy
+from fastrl.training.stages.config import SFTConfig, TokenTrainingConfig
+from fastrl.training.stages.loop import PolicyStage, finish, train_policy
 from fastrl.training.stages.rows import Reader, Tokens, as_rollout
-
-
-class DistillationConfig(TeacherConfig):
-    """Distillation on the data: the model learns the next-token distributions of a frozen teacher."""
-
-    coef: float = Field(1.0, gt=0, le=1)
-    """The loss is coef times the divergence, plus 1 - coef times the cross-entropy."""
-
-
-class Config(TokenStageConfig):
-    """Everything that supervised fine-tuning depends on."""
-
-    distillation: DistillationConfig | None = None
-
-    @model_validator(mode="after")
-    def _keeps_its_teacher(self) -> "Config":
-        if self.distillation is not None:
-            check_input("distillation.teacher", self.distillation.teacher, self.logging)
-        return self
 
 
 class SFT(PolicyStage[Tokens]):
@@ -95,7 +74,7 @@ def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:
     return reader.tokens(row, "completion", where)
 
 
-def train(config: Config, resume: bool = False) -> dict[str, Any]:
+def train(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
     """Run the stage, or the rest of it; returns the run's summary.
 
     Raises UserError before the first update for input that cannot be used.
@@ -120,6 +99,6 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
     return train_policy(make, parse, list, config, "sft", resume, objective=REINFORCE(), calls=calls)
 
 
-def main(argv: list[str]) -> int:
-    """`fastrl sft CONFIG.toml [--resume] [--section.field value ...]`. Raises UserError for what the user can fix."""
-    return command(Config, "sft", "Fine-tune a language model on prompts and completions.", train, argv)
+def main(config: SFTConfig, resume: bool) -> int:
+    """`fastrl sft`: train, print what came out, and return the exit status."""
+    return finish(config, "sft", train(config, resume))

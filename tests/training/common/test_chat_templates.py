@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
-from run_files import write_json_lines
+from run_files import config_of, write_json_lines
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastrl.base.errors import UserError
@@ -259,10 +259,10 @@ def test_whole_runs(name, tmp_path, computed):
     own = tokenizer([written, written.replace("two", "three")], add_special_tokens=False)["input_ids"]
     pairs = [(prompt, [*ids, end]) for ids in own]
     for module, expected in ((sft, pairs[:1]), (dpo, pairs)):
-        module.train(module.Config(**tables(tmp_path, module.__name__)))
+        module.train(config_of(module)(**tables(tmp_path, module.__name__)))
         assert computed["rows"] == expected, module
         computed["rows"] = []
-    reward_model.train(reward_model.Config(**tables(tmp_path, "reward")))
+    reward_model.train(reward_model.RewardModelConfig(**tables(tmp_path, "reward")))
     assert computed["sequences"][:2] == [asked + said for asked, said in pairs]
 
 

@@ -207,7 +207,7 @@ def test_the_command_line_takes_tables(tmp_path, parse):
     (tmp_path / "config.toml").write_text("path = 'owner/name'\n")
     kwargs = {"enable_thinking": False, "n": 2}
     given = ["--fields", json.dumps({"prompt": "question"}), "--chat_template_kwargs", json.dumps(kwargs)]
-    config, _ = parse_command_line(HeldOutConfig, "train", "", [str(tmp_path / "config.toml"), *given])
+    config, _ = parse_command_line(HeldOutConfig, "train", [str(tmp_path / "config.toml"), *given])
     assert config.fields == {"prompt": "question"} and config.chat_template_kwargs == kwargs
 
 
@@ -216,7 +216,7 @@ def test_the_command_line_takes_no_table_but_json(tmp_path, given):
     (tmp_path / "config.toml").write_text("path = 'owner/name'\n")
     arguments = [str(tmp_path / "config.toml"), "--chat_template_kwargs", given]
     with pytest.raises(UserError) as caught:
-        parse_command_line(HeldOutConfig, "train", "", arguments)
+        parse_command_line(HeldOutConfig, "train", arguments)
     assert str(caught.value).startswith("--chat_template_kwargs: expected a table as JSON")
     assert str(caught.value).endswith(repr(given))
 

@@ -7,10 +7,13 @@ import sys
 
 import pytest
 import torch
+from places import ROOT
+from python import python
 
 import fastrl.doctor
 from fastrl.base import dependencies
-from fastrl.cli import main
+from fastrl.base.errors import UserError
+from fastrl.cli import COMMANDS, main
 from fastrl.training.common.settings import parse_command_line
 from fastrl.training.rl.config import Config
 
@@ -38,7 +41,7 @@ def test_a_path_that_utf_8_cannot_encode_is_printed(monkeypatch):
 
 
 def test_a_field_of_two_numbers_is_read_from_the_command_line(example):
-    about = {"kind": Config, "command": "train", "description": ""}
+    about = {"kind": Config, "command": "train"}
     options = {"advantages": {"ddof": 1}, "rollout": {"engine": "vllm", "ahead": 1}, "rollout_correction": {"high": 3}}
     argv = [f"--{table}.{name}={value}" for table, fields in options.items() for name, value in fields.items()]
     config, _ = parse_command_line(argv=[str(example / "config.toml"), *argv], **about)
@@ -76,25 +79,74 @@ def test_a_wrong_value_is_one_line(example, tmp_path, capsys, option, value, exp
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["train", "x.toml", "--rollout.temperatur", "1"]])
-def test_wrong_arguments_exit_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert "fastrl" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], "trian: no such command; did you mean train?; fastrl --help lists them"),
+        (["--training.step=3"], "--training.step: no such option of fastrl train; did you mean --training.steps?"),
+        (["--rollout.temperatur", "1"], "did you mean --rollout.temperature?"),
+        (["stray"], "stray: no such option of fastrl train"),
+        (["--objective.name", "grop"], ", got 'grop'; did you mean grpo?"),
+        (["--objective.presets", '{"grpo": {"clip_hi": 1}}'], "clip_high, kl_coef"),
+    ],
+)
+def test_a_misspelt_name_suggests_the_nearest(example, capsys, arguments, expected):
+    assert main(arguments if arguments[0] == "trian" else ["train", str(example / "config.toml"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
 
 
-def test_help_lists_every_option_of_every_preset(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["train", "--help"])
-    assert exit_.value.code == 0
-    output = capsys.readouterr().out
-    for option in ("--rollout.temperature", "--objective.tau_pos", "--logging.output_dir"):
-        assert option in output
+def test_a_misspelt_field_of_a_file_suggests_the_nearest(example, tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    path.write_text(f'base = "{example / "config.toml"}"\n[rollout]\ntopp = 1\n[trainig]\nsteps = 2\n')
+    assert main(["train", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "rollout.topp: unknown field (value 1); did you mean top_p?" in said
+    assert "trainig: unknown field (value {'steps': 2}); did you mean training?" in said
+
+
+def test_a_model_on_the_command_line_takes_the_place_of_the_files(example, tmp_path, capsys):
+    base = str(example / "config.toml")
+    config, _ = parse_command_line(Config, "train", [base, "--model.path", str(tmp_path)])
+    assert (config.model.path, config.model.config, config.model.tokenizer) == (str(tmp_path), None, None)
+    assert "--model.path takes the place of model.config and model.tokenizer in" in capsys.readouterr().err
+    path = tmp_path / "config.toml"
+    path.write_text(f'base = "{base}"\n[model]\npath = "."\n')
+    config, _ = parse_command_line(Config, "train", [str(path), "--data.path", base])
+    assert (config.model.path, config.model.config) == (str(tmp_path), None)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match="expected exactly one of path"):
+        parse_command_line(Config, "train", [base, "--model.path", "x", "--model.config", "y"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])
+def test_help_imports_nothing_heavy(arguments):
+    code = (
+        f"import sys; from fastrl.cli import main; print(main({arguments}), {{'torch', 'pydantic'}} & set(sys.modules))"
+    )
+    assert python("-c", code, PYTHONPATH=str(ROOT)).endswith("0 set()\n")
+
+
+def test_the_package_is_the_command():
+    assert python("-m", "fastrl", "--version", PYTHONPATH=str(ROOT)) == f"fastrl {fastrl.__version__}\n"
+
+
+def test_torchrun_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "x.toml"]) == 2
+    assert capsys.readouterr().err == (
+        "fastrl: train runs in one process, and torchrun started 2: start it without torchrun\n"
+    )
+
+
+def test_a_mistake_in_a_config_is_found_before_transformers_is_imported(tmp_path):
+    run = f"fastrl.cli.main(['sft', '{tmp_path}/x.toml'])"
+    code = f"import sys, fastrl.cli; print({run}, 'transformers' in sys.modules)"
+    assert python("-c", code, PYTHONPATH=str(ROOT)) == "2 False\n"
 
 
 def test_train_without_its_packages_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(fastrl.doctor, "missing_for_train", lambda: ["tqdm", "pydantic_settings"])
+    monkeypatch.setattr(dependencies, "missing", lambda needs: ["tqdm", "pydantic_settings"])
     assert main(["train", "x.toml"]) == 2
     assert "not installed: pip install tqdm 'pydantic-settings>=2'\n" in capsys.readouterr().err
 

@@ -33,7 +33,7 @@ def write(tmp_path):
 
 
 def parse(path, *overrides):
-    return parse_command_line(Config, "train", "", [str(path), *overrides])[0]
+    return parse_command_line(Config, "train", [str(path), *overrides])[0]
 
 
 def test_the_command_line_overrides_the_file(write):

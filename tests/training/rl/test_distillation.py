@@ -292,8 +292,8 @@ def test_the_recipes_name_what_other_examples_write():
     assert config.distillation.teacher == str(runs / "reverse_digits" / "checkpoints" / "step-000120")
     base = load_settings(Config, EXAMPLES / "reverse_digits" / "config.toml")
     assert (base.training.steps, base.logging.output_dir) == (120, runs / "reverse_digits")
-    stage = load_settings(sft.Config, EXAMPLES / "stages" / "gkd.toml")
-    before = load_settings(sft.Config, EXAMPLES / "stages" / "sft.toml")
+    stage = load_settings(sft.SFTConfig, EXAMPLES / "stages" / "gkd.toml")
+    before = load_settings(sft.SFTConfig, EXAMPLES / "stages" / "sft.toml")
     assert stage.distillation.teacher == str(before.logging.output_dir / "model")
 
 

@@ -6,6 +6,7 @@ import shutil
 import mistakes
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from httpx2 import ConnectError, ReadTimeout, Request, Response
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -168,6 +169,20 @@ def test_a_broken_file_is_named(saved, file, text):
     (path / file).write_text(text)
     error = error_of(path, load_tokenizer)
     assert error.startswith(f"{path / file}: ") and error.count("\n") == 0
+
+
+def test_another_models_tokenizer_is_refused(saved, tmp_path):
+    path = saved()
+    byte_tokenizer("<eos>").save_pretrained(tmp_path / "tokenizer")
+    config = ModelConfig(path=str(path), tokenizer=str(tmp_path / "tokenizer"))
+    with pytest.raises(
+        UserError, match=r"/tokenizer: is not the tokenizer of .*, whose token '=' has the id 1, here 29"
+    ):
+        load_tokenizer(config)
+    larger = load_tokenizer(ModelConfig(path=str(path)))
+    larger.add_tokens(["<new>"])
+    larger.save_pretrained(tmp_path / "larger")
+    assert "<new>" in load_tokenizer(ModelConfig(path=str(path), tokenizer=str(tmp_path / "larger"))).get_vocab()
 
 
 def test_files_that_are_not_there(saved):

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from mistakes import error_of
+from run_files import config_of
 
 import fastrl.training.common.policy as loading
 import fastrl.training.rl.run as module
@@ -79,7 +80,7 @@ def test_the_stages_say_it_before_the_model_and_for_their_rows(example, tmp_path
 
     def run(budget):
         training = {"device": "cpu", "threads": 1, "batch_size": 100, "packing": packing, "memory_budget": str(budget)}
-        return stage.train(stage.Config.model_validate(settings | {"training": training}))
+        return stage.train(config_of(stage).model_validate(settings | {"training": training}))
 
     told = r"training\.memory_budget: too small for the loss, "
     with monkeypatch.context() as patch:

@@ -45,7 +45,7 @@ def test_it_reaches_the_losses_of_fine_tuning(example, tmp_path, spy):
         "training": {"device": "cpu", "threads": 1, "batch_size": 200},
     }
     calls = spy(plans, "choose", lambda plan, call, *budget: call)
-    assert sft.train(sft.Config.model_validate(tables))["loss"] > 0
+    assert sft.train(sft.SFTConfig.model_validate(tables))["loss"] > 0
     assert {bool(call.teacher.hidden) for call in calls} == {True, False}
     assert all(call.float32_logits for call in calls)
 

@@ -15,7 +15,7 @@ from fastrl.training.common.rollout import completion_texts, rollout_logprobs
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.train import train
-from fastrl.training.stages.sample import Config as SampleConfig
+from fastrl.training.stages.config import SampleConfig
 from fastrl.training.stages.sample import sample
 
 # A "=" that the policy writes is answered once, with a digit that nothing else tells.

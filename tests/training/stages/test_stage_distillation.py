@@ -15,10 +15,10 @@ from fastrl.training.common.distillation import Distillation, load_teacher
 from fastrl.training.common.optimizer import cpu_threads
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.sections import ModelConfig
-from fastrl.training.stages.config import TokenTrainingConfig
+from fastrl.training.stages.config import DistillationConfig, SFTConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import measure
 from fastrl.training.stages.rows import Tokens
-from fastrl.training.stages.sft import SFT, Config, DistillationConfig, train
+from fastrl.training.stages.sft import SFT, train
 
 ROWS = [
     Tokens([2, 3, 1], [3, 2, 0]),
@@ -86,7 +86,7 @@ def test_the_model_moves_towards_the_teacher(settings, write_rows, tmp_path):
     distillation, training = {"teacher": teacher}, {"epochs": 8, "batch_size": 10, "packing": True}
     tables = settings(write_rows(rows), data=data, distillation=distillation, training=training)
     with cpu_threads(1):
-        summary = train(Config.model_validate(tables))
+        summary = train(SFTConfig.model_validate(tables))
     first = records(tmp_path / "run")[0]
     assert first["divergence"] > 0.1
     assert summary["divergence"] < 0.3 * first["divergence"] and summary["eval/divergence"] < 0.5 * first["divergence"]
@@ -102,7 +102,7 @@ def test_mistakes(settings, write_rows, teacher, tmp_path, monkeypatch):
     path = write_rows([{"prompt": "12=", "completion": "21"}])
 
     def config(**fields):
-        return Config.model_validate(settings(path, distillation={"teacher": teacher} | fields))
+        return SFTConfig.model_validate(settings(path, distillation={"teacher": teacher} | fields))
 
     for fields, message in (
         ({"coef": 1.5}, "distillation.coef\n.*less than or equal to 1"),
@@ -142,7 +142,7 @@ def test_the_smallest_budget_that_is_named_is_enough_for_the_run(example, tmp_pa
             "logging": {"output_dir": str(tmp_path / "run"), "tensorboard": False},
             "training": {"device": "cpu", "threads": 1, "batch_size": 100, "memory_budget": str(budget)},
         }
-        return Config.model_validate(tables)
+        return SFTConfig.model_validate(tables)
 
     def smallest(*arguments):
         error = error_of(train, config(*arguments))

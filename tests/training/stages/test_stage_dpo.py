@@ -17,8 +17,8 @@ import fastrl
 from fastrl.training.common.checksums import CHECKSUMS, write_checksums
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.sections import ModelConfig
-from fastrl.training.stages.config import TokenTrainingConfig
-from fastrl.training.stages.dpo import Config, Pair, PreferenceStage, train
+from fastrl.training.stages.config import DPOConfig, TokenTrainingConfig
+from fastrl.training.stages.dpo import Pair, PreferenceStage, train
 from fastrl.training.stages.loop import measure
 from fastrl.training.stages.rows import Tokens
 
@@ -133,7 +133,7 @@ def test_accuracy_rises(settings, write_rows, tmp_path, policy_path, lora):
         optimizer={"lr": 3e-3},
         training={"epochs": 6, "batch_size": 12, "micro_batch_size": 5},
     )
-    summary = train(Config.model_validate(tables))
+    summary = train(DPOConfig.model_validate(tables))
     first, *_ = records(tmp_path / "run")
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and first["margin"] == pytest.approx(0, abs=1e-5)
     assert summary["accuracy"] > 0.85 and summary["margin"] > 0.1 and summary["loss"] < 0.65
@@ -160,7 +160,7 @@ def test_accuracy_rises_with_other_preferences(settings, write_rows, tmp_path, p
         training={"epochs": 6, "batch_size": 12, "micro_batch_size": 5},
         loss=loss,
     )
-    summary = train(Config.model_validate(tables))
+    summary = train(DPOConfig.model_validate(tables))
     first, *_ = records(tmp_path / "run")
     assert summary["accuracy"] > 0.85 > first["accuracy"] and summary["loss"] < first["loss"]
     assert ("nll" in summary) == (loss["name"] in ("orpo", "cpo"))
@@ -174,14 +174,14 @@ def test_a_run_without_a_reference_keeps_none(settings, write_rows, policy_path,
         write_rows(rows), model={"path": policy_path}, loss={"name": "simpo"}, training={"epochs": 2, "batch_size": 4}
     )
     tables["logging"] |= {"checkpoint_every": 1}
-    assert train(Config.model_validate(tables))["steps"] == 2
+    assert train(DPOConfig.model_validate(tables))["steps"] == 2
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
-    assert train(Config.model_validate(tables), resume=True)["steps"] == 2
+    assert train(DPOConfig.model_validate(tables), resume=True)["steps"] == 2
 
 
 def test_the_table_names_a_preset_and_its_options(settings, tmp_path):
     def built(**loss):
-        return Config.model_validate(settings(tmp_path / "rows.jsonl", loss=loss)).loss.build()
+        return DPOConfig.model_validate(settings(tmp_path / "rows.jsonl", loss=loss)).loss.build()
 
     assert built() == fastrl.DPO() and built(beta=0.5) == fastrl.DPO(beta=0.5)
     assert built(name="SIMPO", presets={"simpo": {"beta": 3.0}}) == fastrl.SimPO(beta=3.0)
@@ -203,7 +203,7 @@ def test_the_table_of_a_checkpoint_from_before_is_the_same(settings, write_rows,
     path = write_rows([{"prompt": f"{n}=", "chosen": "21", "rejected": "22"} for n in range(4)])
     tables = settings(path, model={"path": policy_path}, training={"epochs": 2, "batch_size": 4})
     tables["logging"] |= {"checkpoint_every": 1}
-    train(Config.model_validate(tables))
+    train(DPOConfig.model_validate(tables))
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.rmtree(checkpoints / "step-000002")
     state = checkpoints / "step-000001" / "training_state.json"
@@ -217,6 +217,6 @@ def test_the_table_of_a_checkpoint_from_before_is_the_same(settings, write_rows,
         ({"beta": 0.2}, "loss.beta was 0.1 and is now 0.2"),
         ({"name": "ipo"}, "loss.name was 'dpo'"),
     ):
-        config = Config.model_validate(tables | {"loss": loss})
+        config = DPOConfig.model_validate(tables | {"loss": loss})
         assert changed in error_of(train, config, True)
-    assert train(Config.model_validate(tables), resume=True)["steps"] == 2
+    assert train(DPOConfig.model_validate(tables), resume=True)["steps"] == 2

@@ -2,6 +2,7 @@
 
 import mistakes
 import pytest
+from run_files import config_of
 
 from fastrl.cli import main
 from fastrl.training.stages import dpo, reward_model, sft
@@ -37,7 +38,7 @@ MISSING = [(stage, name) for stage, row in GOOD.items() for name in row]
 
 
 def error_of(stage, settings, path, **tables):
-    return mistakes.error_of(stage.train, stage.Config.model_validate(settings(path, **tables)))
+    return mistakes.error_of(stage.train, config_of(stage).model_validate(settings(path, **tables)))
 
 
 @pytest.mark.parametrize(("stage", "change", "message"), CASES)
@@ -74,7 +75,7 @@ def test_ties_alone_are_refused(settings, write_rows):
 def test_max_length_is_a_limit_of_its_own(settings, write_rows):
     path = write_rows([GOOD[sft]])
     assert "has 6 tokens, expected at most 5" in error_of(sft, settings, path, training={"max_length": 5})
-    sft.train(sft.Config.model_validate(settings(path, training={"max_length": 6})))
+    sft.train(sft.SFTConfig.model_validate(settings(path, training={"max_length": 6})))
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo", "reward-model", "sample"])

@@ -23,7 +23,7 @@ def test_the_form_of_the_rows_changes_no_number(settings, write_rows, tmp_path):
 
     def numbers(folder, path, data):
         logging = {"output_dir": str(tmp_path / folder)}
-        config = sft.Config.model_validate(settings(path, data=data, logging=logging))
+        config = sft.SFTConfig.model_validate(settings(path, data=data, logging=logging))
         sft.train(config)
         return [{name: value for name, value in record.items() if "eval/" not in name} for record in repeatable(config)]
 
@@ -50,7 +50,7 @@ def test_sample_writes_prompts_with_the_system_prompt_and_columns_of_any_type(po
         "training": {"device": "cpu", "threads": 1},
         "output": {"path": str(tmp_path / "samples.jsonl")},
     }
-    sample.sample(sample.Config.model_validate(config))
+    sample.sample(sample.SampleConfig.model_validate(config))
     lines = json_lines(tmp_path / "samples.jsonl")
     assert [line["prompt"][1]["content"] for line in lines] == ["1", "23"]
     assert lines[0]["prompt"][0] == {"role": "system", "content": "7"}

@@ -14,8 +14,9 @@ from fastrl.training.common.loading import load_tokenizer
 from fastrl.training.common.policy import load_model
 from fastrl.training.common.reward_model import MEAN, RewardModel, score_sequences
 from fastrl.training.common.sections import ModelConfig
+from fastrl.training.stages.config import RewardModelConfig
 from fastrl.training.stages.loop import measure, save_model
-from fastrl.training.stages.reward_model import Config, Ranked, RewardModelStage, train
+from fastrl.training.stages.reward_model import Ranked, RewardModelStage, train
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,7 @@ def trained(settings, write_rows, tmp_path, policy_path):
         data={"eval_path": str(write_rows(ranked_rows(120)[80:], "eval.jsonl"))},
         training={"epochs": 4, "batch_size": 16, "micro_batch_size": 6},
     )
-    summary = train(Config.model_validate(tables))
+    summary = train(RewardModelConfig.model_validate(tables))
     return str(tmp_path / "run" / "model"), rows, summary
 
 
@@ -125,7 +126,7 @@ def test_pairs_and_a_reference_of_its_own(settings, write_rows, tmp_path):
     path = write_rows([{"prompt": "12=", "chosen": "77", "rejected": text} for text in ("8", "9", "89", "98")])
     reference = write_rows([{"prompt": "12=", "completion": text} for text in ("77", "7")], "reference.jsonl")
     data = {"reference_path": str(reference)}
-    summary = train(Config.model_validate(settings(path, data=data, training={"epochs": 10})))
+    summary = train(RewardModelConfig.model_validate(settings(path, data=data, training={"epochs": 10})))
     assert summary["accuracy"] == 1
     model = RewardModel.load(str(tmp_path / "run" / "model"), CPU)
     scores = scored(model, "77", "7")
@@ -145,11 +146,11 @@ def test_other_models_are_refused(policy_path, tmp_path, settings, write_rows):
     rows, bert = write_rows(ranked_rows(2)), write_rows([MODEL | {"model_type": "bert"}], "bert.json")
     model = {"config": str(bert), "tokenizer": policy_path}
     with pytest.raises(UserError, match='expected a linear head called "score", which BertForSequenceClassification'):
-        train(Config.model_validate(settings(rows, model=model)))
+        train(RewardModelConfig.model_validate(settings(rows, model=model)))
     with pytest.raises(ValueError, match=r"model\.lora_rank: a reward model trains all its weights"):
-        Config.model_validate(settings(rows, model={"path": policy_path, "lora_rank": 2}))
+        RewardModelConfig.model_validate(settings(rows, model={"path": policy_path, "lora_rank": 2}))
     with pytest.raises(ValueError, match=r"model\.logits_dtype: a reward model has no logits over a vocabulary"):
-        Config.model_validate(settings(rows, model={"path": policy_path, "logits_dtype": "float32"}))
+        RewardModelConfig.model_validate(settings(rows, model={"path": policy_path, "logits_dtype": "float32"}))
 
 
 def test_a_completion_beyond_the_context_is_an_error(stage):

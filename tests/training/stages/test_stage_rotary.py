@@ -12,7 +12,8 @@ from fastrl.training.common.data import Example
 from fastrl.training.common.reward_model import RewardModel
 from fastrl.training.common.rotary import constant_length
 from fastrl.training.stages import reward_model
-from fastrl.training.stages.sft import Config, train
+from fastrl.training.stages.config import SFTConfig
+from fastrl.training.stages.sft import train
 
 ROWS = [{"prompt": "1=", "completion": "23"}, {"prompt": "12345678=", "completion": "9"}]  # of 5 and of 11 tokens
 
@@ -30,7 +31,7 @@ def test_the_loss_of_a_row_does_not_depend_on_the_rows_beside_it(settings, write
     for size in (1, 2):
         training = {"batch_size": 2, "micro_batch_size": size}
         tables = settings(write_rows(ROWS), training=training, logging={"output_dir": str(tmp_path / str(size))})
-        losses.append(train(Config.model_validate(tables))["loss"])
+        losses.append(train(SFTConfig.model_validate(tables))["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
@@ -52,7 +53,7 @@ def test_samples_are_drawn_with_the_frequencies_of_the_longest_prompt(
     )
     del tables["optimizer"], tables["logging"]
     with pytest.raises(UserError, match="enough"):
-        sampling.sample(sampling.Config.model_validate(tables))
+        sampling.sample(sampling.SampleConfig.model_validate(tables))
     assert seen == [None]
 
 
@@ -67,4 +68,4 @@ def test_a_reward_model_scores_up_to_the_length_at_which_they_change(settings, w
         model([Example("12345=", {}, [], "here")], ["12"])
     rows = write_rows([{"prompt": "12345=", "chosen": "1", "rejected": "12"}])
     with pytest.raises(UserError, match=r"rejected and EOS has 9 tokens, expected at most 8"):
-        reward_model.train(reward_model.Config.model_validate(settings(rows)))
+        reward_model.train(reward_model.RewardModelConfig.model_validate(settings(rows)))

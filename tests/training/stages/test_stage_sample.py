@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from fastrl.base.errors import UserError
 from fastrl.cli import main
 from fastrl.training.engines.sampler import CompletionSampler
-from fastrl.training.stages.sample import Completion, Config, best_of, sample
+from fastrl.training.stages.config import SampleConfig
+from fastrl.training.stages.sample import Completion, best_of, sample
 
 REWARDS = """
 def length(prompts, completions, **columns):
@@ -52,7 +53,7 @@ def tables(tmp_path, write_rows, policy_path):
 @pytest.fixture
 def run(tables):
     """Sample with these tables. Returns the tally."""
-    return lambda **changes: sample(Config.model_validate(tables(**changes)))
+    return lambda **changes: sample(SampleConfig.model_validate(tables(**changes)))
 
 
 def read(tmp_path):
@@ -138,16 +139,9 @@ def test_sample_then_sft_then_a_model(tables, tmp_path, policy_path, capsys):
     assert logits.isfinite().all()
 
 
-def test_best_is_in_the_usage(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["sample", "--help"])
-    assert exit_.value.code == 0
-    output = capsys.readouterr().out
-    assert "[--best K] CONFIG" in output and "--output.best" in output
-    with pytest.raises(SystemExit) as exit_:
-        main(["sample", "x.toml", "--best", "few"])
-    assert exit_.value.code == 2
-    assert "argument --best: invalid int value: 'few'" in capsys.readouterr().err
+def test_best_is_short_for_output_best(example, tables, tmp_path, capsys):
+    assert main(["sample", write_toml(tmp_path / "sample.toml", tables()), "--best", "few"]) == 2
+    assert "--output.best: Input should be a valid integer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("elsewhere")], ids=["pipe", "link"])
@@ -155,7 +149,7 @@ def test_what_is_no_file_is_not_replaced(tables, tmp_path, make):
     path = tmp_path / "out"
     make(path)
     with pytest.raises(ValueError, match=r"output\.path: expected a file, got a directory, a link or a device, .*/out"):
-        Config.model_validate(tables(output={"path": str(path), "overwrite": True}))
+        SampleConfig.model_validate(tables(output={"path": str(path), "overwrite": True}))
 
 
 def test_what_is_there_is_replaced_only_when_asked_and_only_by_what_is_complete(run, tmp_path):
@@ -174,7 +168,7 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_by_what_is_complete(
 
 def test_two_at_once_and_one_that_is_interrupted(tables, tmp_path, monkeypatch):
     """Ctrl-C costs what it was about to write, and nothing else."""
-    config = Config.model_validate(tables(output={"overwrite": True}))
+    config = SampleConfig.model_validate(tables(output={"overwrite": True}))
     folder, draw, calls = tmp_path / "out", CompletionSampler.draw, []
 
     def disturbed(*arguments, **options):
@@ -211,7 +205,7 @@ def test_two_at_once_and_one_that_is_interrupted(tables, tmp_path, monkeypatch):
 )
 def test_settings_that_mean_nothing_are_refused(tables, changes, message):
     with pytest.raises(ValueError, match=message):
-        Config.model_validate(tables(**changes))
+        SampleConfig.model_validate(tables(**changes))
 
 
 def test_names_that_are_taken_are_refused(run, tmp_path, write_rows, policy_path):

@@ -13,10 +13,10 @@ from fastrl.training.common.policy import load_policy
 from fastrl.training.common.rollout import completion_texts
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
 from fastrl.training.common.transcript import Transcript
-from fastrl.training.stages.config import TokenTrainingConfig
+from fastrl.training.stages.config import SFTConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import _update, measure, save_model
 from fastrl.training.stages.rows import Tokens
-from fastrl.training.stages.sft import SFT, Config, train
+from fastrl.training.stages.sft import SFT, train
 
 ROWS = [
     Tokens([2, 3, 1], [3, 2, 0]),
@@ -57,7 +57,7 @@ def test_it_learns_and_the_model_it_leaves_answers(settings, write_rows, tmp_pat
     path = write_rows([{"prompt": f"{n}=", "completion": n[::-1], "note": 1} for n in numbers[::2] + numbers[1:60:2]])
     held_out = write_rows([{"prompt": f"{n}=", "completion": n[::-1]} for n in numbers[61::2]], "eval.jsonl")
     training = {"epochs": 20, "batch_size": 16, "packing": True}
-    config = Config.model_validate(settings(path, data={"eval_path": str(held_out)}, training=training))
+    config = SFTConfig.model_validate(settings(path, data={"eval_path": str(held_out)}, training=training))
     summary = train(config)
 
     steps = records(tmp_path / "run")
@@ -80,7 +80,7 @@ def test_the_order_and_the_numbers_repeat(settings, write_rows, tmp_path):
         training = {"epochs": 2, "batch_size": 4, "micro_batch_size": 3}
         logging = {"output_dir": str(tmp_path / name), "tensorboard": True}
         tables = settings(path, optimizer={"schedule": "linear"}, training=training, logging=logging)
-        train(Config.model_validate(tables))
+        train(SFTConfig.model_validate(tables))
         losses.append([record["loss"] for record in records(tmp_path / name)])
     assert losses[0] == losses[1] and len(losses[0]) == 6
     rates = [record["lr"] for record in records(tmp_path / name)]
@@ -97,7 +97,7 @@ def test_the_order_and_the_numbers_repeat(settings, write_rows, tmp_path):
 def test_adapters_are_saved_and_merged(settings, write_rows, tmp_path, policy_path):
     pytest.importorskip("peft")
     path = write_rows([{"prompt": "12=", "completion": "21"}] * 4)
-    train(Config.model_validate(settings(path, model={"path": policy_path, "lora_rank": 2}, training={"epochs": 3})))
+    train(SFTConfig.model_validate(settings(path, model={"path": policy_path, "lora_rank": 2}, training={"epochs": 3})))
     logits = [
         AutoModelForCausalLM.from_pretrained(directory)(torch.arange(12)[None]).logits
         for directory in (policy_path, tmp_path / "run" / "model", tmp_path / "run" / "model" / "adapters")
@@ -108,7 +108,7 @@ def test_adapters_are_saved_and_merged(settings, write_rows, tmp_path, policy_pa
     for name in ("run/model", "run/model/adapters"):  # either is the next stage's model
         model = {"path": str(tmp_path / name), "tokenizer": policy_path}
         logging = {"output_dir": str(tmp_path / "next"), "overwrite": True}
-        losses.append(train(Config.model_validate(settings(path, model=model, logging=logging)))["loss"])
+        losses.append(train(SFTConfig.model_validate(settings(path, model=model, logging=logging)))["loss"])
         assert "adapter_config.json" not in {file.name for file in (tmp_path / "next" / "model").iterdir()}
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
@@ -125,12 +125,12 @@ def test_an_interrupted_save_leaves_nothing(policy, tmp_path, monkeypatch):
 
 def test_a_run_is_not_replaced_unasked_nor_its_own_model(settings, write_rows, tmp_path):
     path = write_rows([{"prompt": "12=", "completion": "21"}])
-    train(Config.model_validate(settings(path)))
+    train(SFTConfig.model_validate(settings(path)))
     with pytest.raises(UserError, match="holds a run already"):  # before any other file is read
-        train(Config.model_validate(settings(tmp_path / "nowhere")))
+        train(SFTConfig.model_validate(settings(tmp_path / "nowhere")))
     model = {"path": str(tmp_path / "run" / "model")}
     with pytest.raises(ValueError, match=r"model\.path: .* lies in logging\.output_dir"):
-        Config.model_validate(settings(path, model=model, logging={"overwrite": True}))
+        SFTConfig.model_validate(settings(path, model=model, logging={"overwrite": True}))
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_have_it():
@@ -146,13 +146,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings, write_rows, tmp_path)
     path = write_rows([{"prompt": "12=", "completion": "21"}] * 8)
     config = settings(path, optimizer={"lr": 1e30}, training={"epochs": 8})
     with pytest.raises(UserError, match=r"step \d: expected a finite loss and gradient, got loss .*optimizer\.lr"):
-        train(Config.model_validate(config))
+        train(SFTConfig.model_validate(config))
     assert not (tmp_path / "run" / "model").exists()
 
 
 def test_empty_completions_are_counted(settings, write_rows, capsys):
     rows = [{"prompt": "12=", "completion": "21"}] * 7 + [{"prompt": "12=", "completion": ""}]
-    train(Config.model_validate(settings(write_rows(rows))))
+    train(SFTConfig.model_validate(settings(write_rows(rows))))
     assert "fastrl: warning: 1 of 8 completions are empty\n" in capsys.readouterr().err
 
 
