@@ -64,11 +64,15 @@ def _run(command: str, argv: list[str]) -> int:
 
 
 def _train(command: str, argv: list[str]) -> int:
-    from fastrl.planning.budget import BudgetTooSmall
-    from fastrl.training import commands
+    from fastrl.training.common.interruption import ending_at_once
 
+    with ending_at_once():
+        from fastrl.planning.budget import BudgetTooSmall
+        from fastrl.training.commands import prepared
+
+        work = prepared(command, argv)
     try:
-        return commands.main(command, argv)
+        return work()
     except BudgetTooSmall as error:  # for what no config contains, such as the size of recorded supports
         return _fail(f"training.memory_budget: {error}")
 

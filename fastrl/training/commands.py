@@ -1,6 +1,7 @@
 """The commands of the trainer. A config is checked before the modules that train are imported, which takes seconds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import NamedTuple
@@ -63,12 +64,11 @@ COMMANDS = {
 }
 
 
-def main(name: str, argv: list[str]) -> int:
-    """Run `fastrl NAME CONFIG.toml [--section.field value ...]`; returns the exit status.
+def prepared(name: str, argv: list[str]) -> Callable[[], int]:
+    """Read `fastrl NAME CONFIG.toml [--section.field value ...]`; returns its work, which returns the exit status.
 
     Raises UserError for what the user can fix, and SystemExit (argparse) for a missing config or value.
     """
     command = COMMANDS[name]
     config, switches = parse_command_line(command.kind, name, argv, command.switches, command.short)
-    status: int = import_module(f"fastrl.training.{command.module}").main(config, **switches)
-    return status
+    return partial(import_module(f"fastrl.training.{command.module}").main, config, **switches)

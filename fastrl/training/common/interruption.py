@@ -37,6 +37,25 @@ def stop_signals() -> Iterator[list[str]]:
         restore()
 
 
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process in the block, for imports: transformers makes other errors of KeyboardInterrupt."""
+
+    def end(*_: object) -> None:
+        os.write(2, b"fastrl: interrupted\n")
+        os._exit(130)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # who has set another handler knows why
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _leave_closed_terminal() -> None:
     """Let output go nowhere if its terminal is closed, where writing is an error that would end the run."""
     for descriptor in (1, 2):

@@ -131,6 +131,18 @@ def test_the_package_is_the_command():
     assert python("-m", "fastrl", "--version", PYTHONPATH=str(ROOT)) == f"fastrl {fastrl.__version__}\n"
 
 
+def test_ctrl_c_during_the_imports_ends_in_one_line():
+    code = (
+        "import os, signal\n"
+        "from fastrl.training.common.interruption import ending_at_once\n"
+        "try:\n"
+        "    with ending_at_once(): os.kill(os.getpid(), signal.SIGINT)\n"
+        "except BaseException: print('swallowed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fastrl: interrupted\n")
+
+
 def test_torchrun_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "x.toml"]) == 2
