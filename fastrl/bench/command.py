@@ -76,7 +76,7 @@ def _check_packages(parser: argparse.ArgumentParser, suites: Sequence[str], out:
     if missing := dependencies.missing(needed):
         install = dependencies.how_to_install(missing)
         parser.exit(
-            1, f"fastrl bench needs packages that are not installed: {install}; the extra bench installs all of its\n"
+            1, f"fastrl bench needs packages that are not installed: {install}; the extra bench has all that it needs\n"
         )
 
 
