@@ -61,7 +61,7 @@ $(VENV)/.installed-demo: $(REQUIREMENTS)
 NVRTC := nvidia-cuda-nvrtc==13.5.37
 
 # These are read by tests and too heavy to install: their files alone, for any Python, in a folder of their own.
-PEERS := verl==0.9.1 openrlhf==0.11.2 megatron-core==0.16.1
+PEERS := verl==0.9.1 openrlhf==0.11.2 megatron-core==0.16.1 torchtitan==0.3.0
 ANY_PYTHON := --only-binary :all: --platform manylinux1_x86_64 --platform manylinux_2_28_x86_64 \
 	--python-version 3.11 --implementation cp --abi cp311
 

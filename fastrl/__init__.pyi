@@ -96,6 +96,8 @@ from fastrl.objectives.presets import DrGRPO as DrGRPO
 from fastrl.objectives.presets import GSPOToken as GSPOToken
 from fastrl.objectives.presets import IcePop as IcePop
 from fastrl.objectives.presets import KLCov as KLCov
+from fastrl.planning.explain import Explanation as Explanation
+from fastrl.planning.explain import explain as explain
 from fastrl.planning.memory import MemoryPlans as MemoryPlans
 from fastrl.planning.memory import plan_memory as plan_memory
 from fastrl.sampling_mask.mask import SamplingMask as SamplingMask

@@ -28,14 +28,13 @@ def group_advantages(
     `scale="none"`. A group whose rewards are all equal gets exactly 0, whatever `eps` is.
 
     Args:
-        rewards: `(B,)`, one per response, any real dtype. NaN means that the response has no reward: it is left out of
-            every mean and standard deviation, and its advantage is 0.
-        group_ids: `(B,)`, an integer tensor on the device of `rewards`, or a list of anything hashable. Responses with
-            equal ids form a group; they need not be adjacent.
-        scale: the divisor: the standard deviation of the group or of the whole batch, or none.
-        ddof: 0 for the population's standard deviation, 1 for the sample's. With `ddof=1` a single reward has standard
-            deviation 0.
-        eps: added to the standard deviation, >= 0.
+        rewards: (B,), one per response, any real dtype. NaN: the response has no reward, is left out of every mean and
+            deviation, and gets advantage 0.
+        group_ids: (B,), the group of each response, an integer tensor on the device of the rewards or a list of
+            anything hashable. Equal ids form a group; they need not be adjacent.
+        scale: what each reward is divided by: the standard deviation of its "group" or of the whole "batch", or "none".
+        ddof: 0 for the population's standard deviation, 1 for the sample's, which is 0 for a single reward.
+        eps: at least 0, added to the standard deviation.
 
     Returns:
         `(B,)` float32, in standard deviations (in the units of the rewards with `scale="none"`); no gradient.
@@ -55,9 +54,10 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) -> 
     response that is alone in its group: there is nothing to compare it with.
 
     Args:
-        rewards: `(B,)`, one per response, any real dtype. NaN means that the response has no reward: it is left out of
-            its group, and its advantage is 0.
-        group_ids: `(B,)`, as in `group_advantages`.
+        rewards: (B,), one per response, any real dtype. NaN: the response has no reward, is left out of every mean and
+            deviation, and gets advantage 0.
+        group_ids: (B,), the group of each response, an integer tensor on the device of the rewards or a list of
+            anything hashable. Equal ids form a group; they need not be adjacent.
 
     Returns:
         `(B,)` float32, in the units of the rewards; no gradient.
@@ -84,19 +84,19 @@ def gae(
 
     Schulman et al., 2016, arXiv:1506.02438. Masked tokens are skipped: `t+1` is the response's next unmasked token, and
     masked entries of `rewards` and `values` are not read. Whitening is left to the caller.
+    The values of a tensor lam are checked on the CPU, and inside `check_inputs()` on a GPU too.
 
     Args:
-        rewards: the reward of each token, floating point: `(B, T)`, or `(N,)` for packed responses or a single one.
-        values: the critic's value before each token, shaped like `rewards`.
-        mask: bool or 0/1, shaped like `rewards`, 1 = valid.
+        rewards: (B, T) or (N,), floating point: the reward of each token.
+        values: (B, T) or (N,), floating point: the critic's value before each token.
+        mask: (B, T) or (N,), bool or 0/1: 1 = valid. What is masked is not read.
         gamma: the discount per token, in [0, 1].
-        lam: the decay of the estimator, in [0, 1]: a number, or a floating-point tensor `(B,)` with one for each
-            response, as from `length_adaptive_lambda`. A tensor's values are checked on the CPU, and
-            inside `check_inputs()` on a GPU too.
-        bootstrap: `(B,)`, the value after each response's last unmasked token, for responses that were cut off;
-            0 for all of them by default.
-        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last; the mask must
-            leave out tokens behind it.
+        lam: the decay of the estimator, in [0, 1]: a number, or a floating-point tensor (B,), one per response, as from
+            `length_adaptive_lambda`.
+        bootstrap: (B,), floating point: the value after each response's last valid token, for responses that were cut
+            off. None: 0.
+        cu_seqlens: (B + 1,) int32, the start of each packed response, from 0 on, and the end of the last; the mask must
+            leave out tokens behind it. None: not packed.
 
     Returns:
         `(advantages, returns)`, float32, shaped like `rewards`, 0 where masked; `returns = advantages + values`.
@@ -109,6 +109,8 @@ def gae(
     checks.same_layout("values", values, rewards, "rewards")
     valid = token_mask(mask, "rewards", rewards)
     number_between("gamma", gamma, 0.0, 1.0)
+    for name, x in (("rewards", rewards), ("values", values)):
+        checks.values(name, x, valid)
     responses = responses_of("rewards", rewards, cu_seqlens, mask)
     numbers = responses.owners(rewards.device)
     if isinstance(lam, Tensor):
@@ -121,6 +123,7 @@ def gae(
         checks.tensor("bootstrap", bootstrap)
         checks.shape("bootstrap", bootstrap, (responses.count,), "one per response")
         checks.same_device("bootstrap", bootstrap, rewards, "rewards")
+        checks.values("bootstrap", bootstrap)
         final_values = bootstrap.detach().double()
 
     # Each response's unmasked tokens come first, then its masked ones: equal keys become adjacent, in order of time.
@@ -152,7 +155,7 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
     is 0 there. VAPO's critic learns from returns with lambda 1, which a second call of `gae` gives.
 
     Args:
-        lengths: `(B,)` integers, the number of tokens of each response.
+        lengths: (B,) integers, the number of tokens of each response.
         alpha: the horizon as a share of the length, > 0.
 
     Returns:
@@ -184,14 +187,15 @@ def value_loss(
     `0.5 max( (V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2 )`.
 
     Args:
-        values: the critic's value before each token, a floating-point tensor: `(B, T)` or `(N,)`. Differentiable.
-        returns: the regression targets, shaped like `values`; no gradient flows into them.
-        mask: bool or 0/1, shaped like `values`, 1 = valid. Masked entries are not read; their gradient is 0.
-        old_values: the values of the rollout, shaped like `values`; required with `clip`, not read without it.
+        values: (B, T) or (N,), floating point, differentiable: the critic's value before each token.
+        returns: (B, T) or (N,), floating point, detached: the regression targets.
+        mask: (B, T) or (N,), bool or 0/1: 1 = valid. What is masked is not read.
+        old_values: (B, T) or (N,), floating point: the values of the rollout; required with `clip`, otherwise not read.
         clip: how far a value may move from its old value, > 0, in the units of the values.
-        denominator: replaces the local number of unmasked tokens (a number > 0 or a 0-dim tensor), so that
-            micro-batches and ranks add up to the whole batch's loss.
-        cu_seqlens: int32 `(B+1,)` of a packed batch; only checked, as the mean over tokens does not need it.
+        denominator: above 0, a number or a 0-dim tensor: replaces the local number of valid tokens, so that
+            micro-batches and ranks add up.
+        cu_seqlens: (B + 1,) int32, the start of each packed response, from 0 on, and the end of the last; the mask must
+            leave out tokens behind it. None: not packed.
 
     Returns:
         A scalar, float64 for float64 values, else float32. It is 0 with gradients of 0 if no token is unmasked.
@@ -208,6 +212,9 @@ def value_loss(
             raise ValueError("old_values must be a tensor shaped like values beside clip, got None")
     if old_values is not None:
         checks.same_layout("old_values", old_values, values, "values")
+    for name, x in (("values", values), ("returns", returns), ("old_values", old_values)):
+        if x is not None and (clip is not None or name != "old_values"):
+            checks.values(name, x, valid)
     responses = responses_of("values", values, cu_seqlens, mask)
     total = checks.divisor("denominator", denominator, valid.sum())
 

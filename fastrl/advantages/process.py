@@ -34,12 +34,14 @@ def process_advantages(
         step_rewards: `(B, S)`, one per step, any real dtype; NaN means that a step has no reward.
         step_ends: `(B, S)` integers, the index of each step's last token in its response, in any order; negative for
             absent steps, if a response has fewer than S.
-        group_ids: `(B,)`, as in `group_advantages`.
-        lengths: `(B,)` integers, the number of tokens of each response.
-        scale: "group", "batch" or "none"; as in `group_advantages`.
-        ddof: 0 or 1; as in `group_advantages`.
-        eps: at least 0; as in `group_advantages`.
-        cu_seqlens: int32 `(B+1,)` of a packed batch, whose differences are `lengths`.
+        group_ids: (B,), the group of each response, an integer tensor on the device of the rewards or a list of
+            anything hashable. Equal ids form a group; they need not be adjacent.
+        lengths: (B,) integers, the number of tokens of each response.
+        scale: what each reward is divided by: the standard deviation of its "group" or of the whole "batch", or "none".
+        ddof: 0 for the population's standard deviation, 1 for the sample's, which is 0 for a single reward.
+        eps: at least 0, added to the standard deviation.
+        cu_seqlens: (B + 1,) int32, the start of each packed response and the end of the last, `lengths` apart, for a
+            result (N,). None: not packed.
 
     Returns:
         `(B, T)` float32, T the largest length, 0 beyond each response's end; with `cu_seqlens` `(N,)`. No gradient.

@@ -22,9 +22,10 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) ->
     divisor; here it is the mean itself, and the advantages of a group whose mean is 0 are 0.
 
     Args:
-        rewards: `(B,)`, one per response, any real dtype, >= 0 (not checked: a negative mean turns the signs round).
-            NaN means that the response has no reward: it is left out of its group, and its advantage is 0.
-        group_ids: `(B,)`, as in `group_advantages`.
+        rewards: (B,), one per response, any real dtype. NaN: the response has no reward, is left out of every mean and
+            deviation, and gets advantage 0.
+        group_ids: (B,), the group of each response, an integer tensor on the device of the rewards or a list of
+            anything hashable. Equal ids form a group; they need not be adjacent.
 
     Returns:
         `(B,)` float32, without a unit: from -1 to `group size - 1`. No gradient.
@@ -46,11 +47,11 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable], leng
     authors' code is, it has no baseline and gets its reward.
 
     Args:
-        rewards: `(B,)`, one per response, any real dtype. NaN means that the response has no reward: it is left out of
-            its group, and its advantage is 0.
-        group_ids: `(B,)`, as in `group_advantages`.
-        lengths: `(B,)` integers >= 0, the number of tokens of each response. In a group without any token all weigh
-            the same.
+        rewards: (B,), one per response, any real dtype. NaN: the response has no reward, is left out of every mean and
+            deviation, and gets advantage 0.
+        group_ids: (B,), the group of each response, an integer tensor on the device of the rewards or a list of
+            anything hashable. Equal ids form a group; they need not be adjacent.
+        lengths: (B,) integers, the number of tokens of each response.
 
     Returns:
         `(B,)` float32, in the units of the rewards; no gradient. Exactly 0 in a group whose rewards are all equal.
@@ -75,9 +76,10 @@ def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]
     Karkhanis, 2025, arXiv:2505.15201: its estimates differ by a constant factor, `k / size`).
 
     Args:
-        rewards: `(B,)`, one per response, any real dtype: 0 and 1, or scores. NaN means that the response has no
-            reward: it is left out of its group, and its advantage is 0.
-        group_ids: `(B,)`, as in `group_advantages`.
+        rewards: (B,), one per response, any real dtype. NaN: the response has no reward, is left out of every mean and
+            deviation, and gets advantage 0.
+        group_ids: (B,), the group of each response, an integer tensor on the device of the rewards or a list of
+            anything hashable. Equal ids form a group; they need not be adjacent.
         k: how many responses the objective takes the best of, >= 2. A group of fewer takes the best of all; None means
             that all groups do.
 
@@ -131,15 +133,15 @@ def decoupled_group_advantages(
     every group's is. verl takes both over the tokens instead, so that longer responses count more.
 
     Args:
-        rewards: `(B, R)`, a column for each reward, any real dtype. NaN means that the response does not have this
-            reward: it is left out of the reward's means and deviations, and adds 0. A response without any reward is
-            left out of the batch, and its advantage is 0.
-        group_ids: `(B,)`, as in `group_advantages`.
+        rewards: (B, R), a column for each reward, any real dtype. NaN: the response does not have this reward, which is
+            left out of the column's means and deviations, and adds 0.
+        group_ids: (B,), the group of each response, an integer tensor on the device of the rewards or a list of
+            anything hashable. Equal ids form a group; they need not be adjacent.
         weights: R numbers, or a tensor `(R,)`; 1 each by default. They are applied after each reward's normalisation,
             so that they weigh preferences and not units.
-        scale: "group", "batch" or "none"; as in `group_advantages`, for each reward.
-        ddof: 0 or 1; as in `group_advantages`, for each reward and for the batch.
-        eps: at least 0; as in `group_advantages`, for each reward and for the batch.
+        scale: what each reward is divided by: the standard deviation of its "group" or of the whole "batch", or "none".
+        ddof: 0 for the population's standard deviation, 1 for the sample's, which is 0 for a single reward.
+        eps: at least 0, added to the standard deviation.
 
     Returns:
         `(B,)` float32, in standard deviations; no gradient. Exactly 0 in a group in which every reward is equal.
@@ -172,6 +174,7 @@ def _weights(weights: object, columns: int, like: Tensor) -> Sequence[float | Te
         checks.tensor("weights", weights)
         checks.shape("weights", weights, (columns,), "one per reward")
         checks.same_device("weights", weights, like, "rewards")
+        checks.values("weights", weights)
         return list(weights.detach().double().unbind())
     if not isinstance(weights, Sequence) or isinstance(weights, str | bytes):
         raise TypeError(f"weights must be a sequence of numbers or a tensor, got {type(weights).__name__}")

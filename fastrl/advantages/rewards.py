@@ -34,13 +34,13 @@ def kl_penalized_rewards(
     Args:
         scores: `(B,)`, one per response, a floating-point tensor. The score of a response without unmasked tokens is
             dropped; a NaN score makes only the token that gets it NaN.
-        logprobs: of the policy that drew the tokens, in nats: `(B, T)`, or `(N,)` for packed responses or a single one.
-        ref_logprobs: of the frozen reference, shaped like `logprobs`.
-        mask: bool or 0/1, shaped like `logprobs`, 1 = valid. Masked entries are not read.
+        logprobs: (B, T) or (N,), floating point, in nats: of the policy that drew the tokens.
+        ref_logprobs: (B, T) or (N,), floating point, in nats: of the reference policy.
+        mask: (B, T) or (N,), bool or 0/1: 1 = valid. What is masked is not read.
         beta: the weight of the KL, a number or a 0-dim tensor, in reward per nat.
         kind: "k1" (unbiased, the usual one), "k2" or "k3".
-        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last; the mask must
-            leave out tokens behind it.
+        cu_seqlens: (B + 1,) int32, the start of each packed response, from 0 on, and the end of the last; the mask must
+            leave out tokens behind it. None: not packed.
 
     Returns:
         Float32, shaped like `logprobs`, 0 where masked; no gradient.
@@ -61,6 +61,8 @@ def kl_penalized_rewards(
     checks.tensor("scores", scores)
     checks.shape("scores", scores, (responses.count,), "one per response")
     checks.same_device("scores", scores, logprobs, "logprobs")
+    for name, x in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+        checks.values(name, x, valid, logprob=True)
 
     with torch.no_grad():
         d = ref_logprobs.reshape(-1).double() - logprobs.reshape(-1).double()
@@ -84,7 +86,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, cache: int) -> Tensor:
     `max_length` is 20480, the generation limit, and `cache` 4096). Add it to the scores.
 
     Args:
-        lengths: `(B,)` integers, the number of tokens of each response.
+        lengths: (B,) integers, the number of tokens of each response.
         max_length: the generation limit in tokens, > 0.
         cache: the number of tokens before the limit over which the penalty grows, from 0 (-1 beyond the limit only) to
             `max_length`.

@@ -31,22 +31,22 @@ def optimal_token_baseline_advantages(
     squared norm of `grad log p` with respect to the token's logits, for which the forward pass has all that is needed.
     A temperature would only multiply every norm. Masked tokens are skipped: t counts a response's unmasked tokens, as
     in verl's `tir_optimal_token_baseline`; its `optimal_token_baseline` counts columns instead, which is the same for a
-    mask without gaps.
+    mask without gaps. Where a reward-to-go is NaN the response has none: it is left out of the sums, and its advantage
+    is 0.
 
     Args:
-        rewards: the reward of each token, floating point, as from `kl_penalized_rewards`: `(B, T)`, or `(N,)` for
-            packed responses or a single one. Where a reward-to-go is NaN the response has none: it is left out of the
-            sums, and its advantage is 0.
-        logprobs: of the policy that drew the tokens, in nats, shaped like `rewards`.
-        log_sum_sq_probs: the logarithm of `sum_j p_j^2`, shaped like `rewards`: `linear_token_logprobs(...,
-            extras=("log_sum_sq_probs",))` gives both.
-        mask: bool or 0/1, shaped like `rewards`, 1 = valid. Masked entries are not read.
-        group_ids: `(B,)`, as in `group_advantages`.
+        rewards: (B, T) or (N,), floating point: the reward of each token.
+        logprobs: (B, T) or (N,), floating point, in nats: of the policy that drew the tokens.
+        log_sum_sq_probs: (B, T) or (N,), floating point: the logarithm of `sum_j p_j^2`, as from
+            `linear_token_logprobs(..., extras=("log_sum_sq_probs",))`.
+        mask: (B, T) or (N,), bool or 0/1: 1 = valid. What is masked is not read.
+        group_ids: (B,), the group of each response, an integer tensor on the device of the rewards or a list of
+            anything hashable. Equal ids form a group; they need not be adjacent.
         zero_tail: where one response is the only one of its group with a token t, there is nothing to compare it with,
             and its advantage is 0. True gives such tokens the baseline 0, so that their advantage is the reward-to-go;
             verl does so by default, and always for a response that is alone in its group.
-        cu_seqlens: int32 `(B+1,)`, the start of each packed response and the end of the last; the mask must
-            leave out tokens behind it.
+        cu_seqlens: (B + 1,) int32, the start of each packed response, from 0 on, and the end of the last; the mask must
+            leave out tokens behind it. None: not packed.
 
     Returns:
         Float32, shaped like `rewards`, in their units, 0 where masked; no gradient. Exactly 0 where the rewards-to-go
@@ -59,6 +59,8 @@ def optimal_token_baseline_advantages(
     checks.same_layout("logprobs", logprobs, rewards, "rewards")
     checks.same_layout("log_sum_sq_probs", log_sum_sq_probs, rewards, "rewards")
     valid = token_mask(mask, "rewards", rewards).reshape(-1)
+    for name, x in (("logprobs", logprobs), ("log_sum_sq_probs", log_sum_sq_probs)):
+        checks.values(name, x, valid, logprob=True)
     if not isinstance(zero_tail, bool):
         raise TypeError(f"zero_tail must be a bool, got {type(zero_tail).__name__}")
     responses = responses_of("rewards", rewards, cu_seqlens, mask)

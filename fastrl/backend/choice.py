@@ -102,6 +102,15 @@ def resolved(name: str, device: str) -> str:
     return name if name or torch.compiler.is_compiling() else _default(device)
 
 
+def why_not_taken(name: str, device: str) -> str:
+    """Why `row_functions` takes another backend than this one on a device."""
+    if _forced:
+        return f"use_backend({_forced!r})"
+    if name not in (fastest(device), "torch"):
+        return f"not made for {device}"
+    return _why_unavailable(name) or f"slower on {device}"
+
+
 def _module(name: str) -> ModuleType:
     return import_module(f".{name}.backend", __package__)
 

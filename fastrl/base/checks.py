@@ -14,32 +14,45 @@ LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: The target of a token whose mask is neither 0 nor 1 and may not be read: outside every vocabulary, thus NaN.
 WRONG_MASK = -(1 << 30)
-_always = False
+#: Up to here, in nats, a log-probability may be above 0 by rounding: as the difference of bfloat16 numbers below 64.
+ROUNDING = 0.25
+#: The method that makes a tensor of the other of these dtypes one of this.
+_CASTS = {torch.int64: "long", torch.int32: "int"}
+#: Whether the process is inside `check_inputs()`.
+always = False
 
 
 @contextmanager
 def check_inputs() -> Iterator[None]:
-    """Check the values of targets, masks and lengths on a GPU too inside this context, as is always done on the CPU.
+    """Check the values of inputs inside this context: for NaN, and on a GPU all that is always checked on the CPU.
 
-    An unmasked target outside `[0, V)` then raises IndexError before any kernel runs; otherwise its log-probability is
-    NaN on a GPU. Each check costs a host synchronisation.
+    NaN in old, reference and other log-probabilities, in advantages, weights, values, and in rewards where it does not
+    mean that there is none, raises ValueError, which names the argument and the place; what is masked is not looked at.
+    Otherwise the loss is NaN.
+
+    Log-probabilities above 0 by more than rounding, 0.25, raise ValueError too. On the CPU they do so without this
+    context if none is below 0: these are probabilities. Nor is it needed there for targets, masks and lengths.
+
+    An unmasked target outside `[0, V)` raises IndexError before any kernel runs; otherwise its log-probability is NaN
+    on a GPU. Each check costs a host synchronisation. None is made while torch.compile traces or a CUDA graph is
+    captured.
 
     Returns:
         A context manager. It applies to the whole process.
     """
-    global _always
-    before, _always = _always, True
+    global always
+    before, always = always, True
     try:
         yield
     finally:
-        _always = before
+        always = before
 
 
 def values_are_checked(tensor: Tensor) -> bool:
     """Whether the values of this tensor may be read: on the CPU, or inside `check_inputs()`."""
     if torch.compiler.is_compiling():
         return False  # the operators check again when the compiled graph runs
-    return _always or tensor.device.type == "cpu"
+    return tensor.device.type == "cpu" or (always and not torch.cuda.is_current_stream_capturing())
 
 
 def in_memory(name: str, value: object) -> Tensor:
@@ -125,7 +138,9 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None
         if not value.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {value.dtype}")
     elif value.dtype not in dtypes:
-        raise TypeError(f"{name} must be one of {', '.join(str(d) for d in dtypes)}, got {value.dtype}")
+        one = "" if len(dtypes) == 1 else "one of "
+        cast = f": pass {name}.{_CASTS[dtypes[0]]}()" if not one and {dtypes[0], value.dtype} == {*_CASTS} else ""
+        raise TypeError(f"{name} must be {one}{', '.join(str(d) for d in dtypes)}, got {value.dtype}{cast}")
     return value
 
 
@@ -229,13 +244,46 @@ def targets_in_range(value: Tensor, valid: Tensor | None, vocab: int) -> None:
     known = value if valid is None else value.where(valid, 0)
     lowest, highest = known.aminmax() if known.numel() else (0, 0)  # a third of the time of comparing each
     if lowest < 0 or highest >= vocab:
-        where = ((known < 0) | (known >= vocab)).nonzero()[0].tolist()
         if lowest == WRONG_MASK:  # a compiled graph could not read it
             raise ValueError("mask must hold only 0 and 1")
-        raise IndexError(
-            f"targets{where} is {value[tuple(where)].item()}, outside [0, {vocab}) and not masked"
-            " (mask=0 marks tokens that do not count)"
+        where = _at("targets", value, ((known < 0) | (known >= vocab)).nonzero())
+        raise IndexError(f"{where}, outside [0, {vocab}) and not masked (mask=0 marks tokens that do not count)")
+
+
+def in_shape(error: IndexError, value: Tensor, valid: Tensor | None, vocab: int) -> IndexError:
+    """The error of `targets_in_range` on flattened targets with the place in the caller's; any other error as it is."""
+    try:
+        targets_in_range(value, None if valid is None else valid.view(value.shape), vocab)
+    except IndexError as found:
+        return found
+    return error
+
+
+def _at(name: str, value: Tensor, places: Tensor) -> str:
+    """`name[place] is value`, at the first of the places (n, dimensions)."""
+    place = places[0].tolist()
+    number = value[tuple(place)].item()
+    return f"{name}{place or ''} is {f'{number:g}' if isinstance(number, float) else number}"
+
+
+def values(name: str, value: Tensor, valid: Tensor | None = None, *, logprob: bool = False) -> None:
+    """Raise ValueError for a `logprob` above 0 and, inside `check_inputs()`, for NaN, if values may be read.
+
+    Outside `check_inputs()`, log-probabilities above 0 pass beside others below 0: only probabilities, and
+    log-probabilities with the wrong sign, have none. valid: bool, with as many entries as the value; None: all are
+    valid.
+    """
+    if not values_are_checked(value) or not (logprob or always):
+        return
+    value = value.detach()
+    known = value if valid is None else value.masked_fill(~valid.view(value.shape), 0.0)
+    if logprob and known.numel() and known.amax() > ROUNDING and (always or known.amin() >= 0):
+        raise ValueError(
+            f"{_at(name, value, (known > ROUNDING).nonzero())}, but a log-probability is at most 0: pass the logarithms"
+            " of probabilities"
         )
+    if always and (wrong := known.isnan()).any():
+        raise ValueError(f"{_at(name, value, wrong.nonzero())} and not masked")
 
 
 def temperature(

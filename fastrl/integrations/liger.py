@@ -22,6 +22,12 @@ from torch import Tensor
 from fastrl import linear_policy_loss, policy_loss, token_logprobs
 from fastrl.base import checks
 from fastrl.integrations.grpo_options import CLIPPED, ENGINE_LOG_RATIOS, GRPOChoice, check_loss_type, grpo_objective
+from fastrl.integrations.liger_cross_entropy import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearScaledCrossEntropyFunction,
+    LigerFusedLinearScaledCrossEntropyTPFunction,
+    linear_scaled_cross_entropy,
+)
 from fastrl.integrations.liger_head import head, scored
 from fastrl.integrations.liger_jsd import LigerFusedLinearJSDLoss
 from fastrl.integrations.liger_preferences import (
@@ -34,16 +40,21 @@ from fastrl.integrations.liger_preferences import (
 from fastrl.integrations.losses_from_logits import token_losses
 from fastrl.objectives.gates import Clip, StopGradientClip
 from fastrl.objectives.objective import Objective
+from fastrl.planning.announce import announces_plan
 from fastrl.planning.budget import parse_budget
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
     "LigerFusedLinearGRPOLoss",
     "LigerFusedLinearJSDLoss",
     "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearScaledCrossEntropyFunction",
+    "LigerFusedLinearScaledCrossEntropyTPFunction",
     "LigerFusedLinearSimPOLoss",
+    "linear_scaled_cross_entropy",
     "triton_grpo_loss",
 ]
 
@@ -126,6 +137,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         # Without a reference model the reference is the policy itself, so the KL's value and gradient are 0.
         self.choice = _choice(locals() | {"beta": beta if use_ref_model else 0.0})
 
+    @announces_plan("Liger's GRPO")
     def forward(
         self,
         _input: Tensor,

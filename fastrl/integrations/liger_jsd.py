@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from fastrl import linear_cross_entropy, linear_divergence
 from fastrl.base import checks
 from fastrl.integrations.distillation_options import divergence_of
+from fastrl.planning.announce import announces_plan
 from fastrl.planning.budget import parse_budget
 
 
@@ -51,6 +52,7 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
         self.return_soft_hard_loss = return_soft_hard_loss
         self.memory_budget = parse_budget(memory_budget)
 
+    @announces_plan("Liger's JSD")
     def forward(
         self,
         student_input: Tensor,

@@ -18,6 +18,7 @@ from fastrl.base import checks
 from fastrl.integrations.liger_head import head, scored
 from fastrl.losses.whole_responses import wide
 from fastrl.objectives.preference_formulas import log_odds
+from fastrl.planning.announce import announces_plan
 from fastrl.planning.budget import parse_budget
 
 #: loss_type -> the objective of (beta, label_smoothing, discopop_tau), of which most read beta alone, as in Liger.
@@ -54,6 +55,7 @@ class _PairLoss(torch.nn.Module):
         self.ignore_index, self.compute_nll_loss = ignore_index, compute_nll_loss
         self.memory_budget = parse_budget(memory_budget)
 
+    @announces_plan("Liger's preference losses")
     def pair_loss(
         self,
         weight: Tensor,
@@ -278,6 +280,7 @@ class LigerFusedLinearKTOLoss(torch.nn.Module):
         self.use_ref_model, self.average_log_prob = use_ref_model, average_log_prob
         self.memory_budget = parse_budget(memory_budget)
 
+    @announces_plan("Liger's KTO")
     def forward(
         self,
         _input: Tensor,

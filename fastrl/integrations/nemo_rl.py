@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastrl.integrations.megatron import sharded
 from fastrl.integrations.patching import Replaced
+from fastrl.planning.announce import active
 
 __all__ = [
     "ChunkedDistributedEntropy",
@@ -140,6 +141,7 @@ def enable() -> None:
         raise ImportError(f"fastrl.integrations.nemo_rl.enable needs nemo_rl ({error})") from error
     disable()
     _replaced.replace(module, DistributedLogprob, ChunkedDistributedLogprob, ChunkedDistributedEntropy)
+    active("NeMo-RL")
 
 
 def disable() -> None:

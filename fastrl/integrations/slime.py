@@ -5,7 +5,9 @@
 
 The functions take the place of those of the same names in slime/utils/ppo_utils.py (as of 2026): same arguments and
 results. slime is not on a package index, so they are written from its public source. As there, a group of None is
-torch.distributed's default group, or none if that is not initialised.
+torch.distributed's default group, or none if that is not initialised. `linear_cross_entropy`, of hidden states, takes
+that of slime/backends/megatron_utils/triton_log_probs, which is verl's: (hidden, weight, labels, temperature, "none",
+group) -> (log-probabilities, entropies). `enable` does not replace it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,17 @@ from torch import Tensor
 from fastrl import token_logprobs
 from fastrl.integrations.megatron import group_or_default, sharded
 from fastrl.integrations.patching import Replaced
+from fastrl.integrations.verl import linear_cross_entropy
+from fastrl.planning.announce import active
 
-__all__ = ["calculate_log_probs_and_entropy", "compute_entropy_from_logits", "compute_log_probs", "disable", "enable"]
+__all__ = [
+    "calculate_log_probs_and_entropy",
+    "compute_entropy_from_logits",
+    "compute_log_probs",
+    "disable",
+    "enable",
+    "linear_cross_entropy",
+]
 
 _replaced = Replaced("slime")
 
@@ -88,6 +99,7 @@ def enable() -> None:
         raise ImportError(f"fastrl.integrations.slime.enable needs slime ({error})") from error
     disable()
     _replaced.replace(module, calculate_log_probs_and_entropy)
+    active("slime")
 
 
 def disable() -> None:

@@ -28,6 +28,7 @@ from fastrl.integrations import megatron
 from fastrl.integrations.patching import Replaced, exchange, say_once
 from fastrl.objectives.gates import Clip, DivergenceMask
 from fastrl.objectives.objective import CovarianceClip, CovarianceKL
+from fastrl.planning.announce import active, announces_plan
 from fastrl.planning.budget import parse_budget
 
 __all__ = ["KNOWN", "FusedLinearForPPO", "disable", "enable", "linear_cross_entropy", "register"]
@@ -101,6 +102,7 @@ def register(fields: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]
                 raise ValueError(f"fields[{preset!r}] must hold some of {', '.join(known)}, got {name!r}")
     for preset in PRESETS:
         core.register_policy_loss(f"fastrl_{preset}")(_policy_loss_of(preset, dict(fields.get(preset, {}))))
+    active("verl")
     return [f"fastrl_{preset}" for preset in PRESETS]
 
 
@@ -318,6 +320,7 @@ def linear_cross_entropy(
     return _scored(rows, weight, labels.reshape(-1), temperature, group, torch.float32)
 
 
+@announces_plan("verl's fused log-probabilities")
 def _scored(
     hidden: Tensor,
     weight: Tensor,
@@ -373,6 +376,7 @@ def enable(*, memory_budget: int | str | None = None) -> None:
         _replaced[name] = getattr(module, name), _PLACES[name][1]
         exchange("verl", name, *_replaced[name])
     _memory_budget = budget
+    active("verl")
     try:
         of_shards = importlib.import_module("verl.utils.megatron.tensor_parallel")
     except ImportError:  # without Megatron, verl has no logits of vocabulary shards

@@ -42,23 +42,30 @@ def linear_cross_entropy(
     U = 2 N V H operations). `hidden[t]` predicts `targets[t]`: nothing is shifted.
 
     Args:
-        hidden: (..., H) float32, bfloat16 or float16.
-        weight: (V, H), the output head, with hidden's dtype.
-        targets: (...) int64 in [0, V), or `ignore_index`.
+        hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
+        weight: (V, H), the output head, with hidden's dtype. One that needs no gradient costs no product for it.
+        targets: (...) int64 in [0, V), or `ignore_index`. Nothing is shifted: row t predicts targets[t].
         ignore_index: tokens with this target are not valid; any integer.
-        reduction: "mean" over the valid tokens, "sum", or "none" for one loss per token (0 where ignored; 4U).
-        denominator: replaces the local number of tokens in "mean".
-        bias: (V,) with hidden's dtype.
-        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
-        logit_scale: above 0, multiplies the logits.
-        softcap: above 0, bounds the logits smoothly; None: no bound.
-        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
-        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`.
-        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
-        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
-        num_tokens: the number of valid tokens, if known; saves a host synchronisation on a GPU.
+        reduction: "mean" over the valid tokens (or over denominator), "sum", or "none" for one loss per token (0 where
+            ignored; 4U).
+        denominator: above 0, a number or a 0-dim tensor: replaces the local number of valid tokens, so that
+            micro-batches and ranks add up.
+        bias: (V,) with hidden's dtype; None: no bias.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
+        logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
+            products, as in an engine that computes its head in float32.
+        memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
+            None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
+            rank's rows; all else is the same on every rank. None: it is not split.
+        vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the tp_group; False leaves each rank its part.
+        num_tokens: the number of valid tokens (of this rank), if known: saves a GPU with a mask the host
+            synchronisations for counting them. A wrong number is an error on a CPU, and a loss of NaN on a GPU.
 
     Returns:
         A float32 scalar, or (...) for "none".

@@ -81,32 +81,40 @@ def linear_divergence(
     3U, and one of the teacher. With a smaller `memory_budget` the backward forms both logits again (4U or 5U, two or
     three products of the teacher). Masked rows enter no product, and rows of weight 0 none of the gradients' products.
 
+    hidden, weight, bias, temperature, logit_scale and softcap are the student's. At beta = 0 and 1 the formula of "jsd"
+    is 0 (TRL and Liger compute forward_kl at their beta = 0 and reverse_kl at 1). The loss is not multiplied by
+    temperature^2, as some authors do. vocab_size is of both heads, which may then have different numbers of rows.
+
     Args:
-        hidden: (..., H) float32, bfloat16 or float16, the student's.
-        weight: (V, H), the student's head, with hidden's dtype.
-        teacher_hidden: (..., H_t), in a dtype of its own; H_t may differ from H. It must not require a gradient.
-        teacher_weight: (V, H_t), with teacher_hidden's dtype; one that requires a gradient gets none.
+        hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
+        weight: (V, H), the output head, with hidden's dtype. One that needs no gradient costs no product for it.
+        teacher_hidden: (..., H_t) float32, bfloat16 or float16; H_t and the dtype may differ from the student's. It
+            must not require a gradient.
+        teacher_weight: (V, H_t), the teacher's output head, with teacher_hidden's dtype; it gets no gradient.
         kind: "forward_kl", "reverse_kl" or "jsd".
-        beta: for "jsd", between 0 and 1, both excluded: at both limits the formula above is 0. (TRL and Liger compute
-            forward_kl at their beta = 0 and reverse_kl at 1.)
-        bias: (V,) with hidden's dtype.
-        teacher_bias: (V,), like teacher_weight.
-        mask: (...) bool or 0/1, 1 = valid. Masked rows do not count, and their tokens are not read.
-        temperature: above 0, a number or a floating tensor (...), of the student; as in `linear_token_logprobs`. The
-            loss is not multiplied by temperature^2, as some authors do.
-        logit_scale: above 0, multiplies the student's logits.
-        softcap: above 0, bounds the student's logits smoothly; None: no bound.
-        teacher_temperature: of the teacher; None: the student's.
-        teacher_logit_scale: of the teacher; None: the student's.
-        teacher_softcap: of the teacher; None: the student's; 0: none.
-        token_weights: (...) floating point, detached; they multiply a token's divergence in the loss and do not enter
-            the denominator.
-        denominator: replaces the number of valid tokens: a number > 0, or a 0-dim tensor.
-        logits_dtype: None or torch.float32; as in `linear_token_logprobs`, of both sides' logits.
-        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        num_tokens: the number of valid tokens, if the caller knows it, as in `linear_policy_loss`.
-        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`, of both heads,
-            which may then have different numbers of rows.
+        beta: for "jsd", the teacher's weight in the mixture, between 0 and 1, both excluded; otherwise not read.
+        bias: (V,) with hidden's dtype; None: no bias.
+        teacher_bias: (V,) with teacher_hidden's dtype; None: no bias.
+        mask: (...) bool or 0/1: 1 = valid; None: all are. What is masked is not read; its result and gradient are 0.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
+        teacher_temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the
+            teacher's logits. None: the student's.
+        teacher_logit_scale: above 0, multiplies the teacher's logits. None: the student's.
+        teacher_softcap: above 0, bounds the teacher's logits smoothly; 0: no bound. None: the student's.
+        token_weights: (...) floating point, detached; multiply a token's divergence in the loss, not the denominator.
+            None: 1.
+        denominator: above 0, a number or a 0-dim tensor: replaces the local number of valid tokens, so that
+            micro-batches and ranks add up.
+        logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
+            products, as in an engine that computes its head in float32.
+        memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
+            None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        num_tokens: the number of valid tokens (of this rank), if known: saves a GPU with a mask the host
+            synchronisations for counting them. A wrong number is an error on a CPU, and a loss of NaN on a GPU.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
 
     Returns:
         DivergenceLoss. The loss is float32. A token's forward KL is infinite if p is 0 for an entry for which q
@@ -182,6 +190,7 @@ def _weights(token_weights: object, denominator: object, like: Tensor, mask: Ten
         weights = checks.tensor("token_weights", token_weights)
         checks.shape("token_weights", weights, like.shape, f"the shape of {_ROWS}")
         checks.same_device("token_weights", weights, like, "hidden")
+        checks.values("token_weights", weights, mask)
         c = weights.detach().float().reshape(-1)
     total = like.numel() if mask is None else mask.sum()
     divisor = checks.divisor("denominator", denominator, total)

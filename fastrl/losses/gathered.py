@@ -148,23 +148,27 @@ def gathered_logprobs(
 
     The result for `ids[t, k]` is what `token_logprobs` returns for that target: normalised over the whole vocabulary,
     or over the row's support in `sampling_mask`, and with all its digits also close to 0. K entries of a row cost
-    one pass over it, not K.
+    one pass over it, not K. Over a tp_group ids are of the whole vocabulary, without its padding, and the forward makes
+    a second collective, of 4 bytes per id.
 
     Args:
         logits: (..., V) float32, bfloat16 or float16, with any leading strides.
-        ids: (..., K) int64 in [0, V), or -1 for no entry. Ids may repeat. Or a `SamplingMask` with one row per row of
-            logits, whose ids are the entries; rows may have different numbers of them.
-        mask: (...) bool or 0/1, 1 = valid; ids of other rows are not read.
-        temperature: above 0, a number or a floating tensor (...); as in `token_logprobs`.
-        sampling_mask: a `SamplingMask` with one row per row of logits; as in `token_logprobs`.
-        logit_scale: above 0, multiplies the logits.
-        softcap: above 0, bounds the logits smoothly; None: no bound.
-        inplace: as in `token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `token_logprobs`; ids are of the whole
-            vocabulary, without its padding. The forward makes a second collective, of 4 bytes per id.
-        vocab_start: the id of this rank's first entry, checked; as in `token_logprobs`.
-        vocab_size: the size of the whole vocabulary, without padding; as in `token_logprobs`.
-        reduce_hidden_grad: has no effect, as in `token_logprobs`.
+        ids: (..., K) int64 in [0, V), or -1 for no entry; they may repeat. Or a `SamplingMask` with one row per token,
+            whose ids are the entries; rows may have different numbers of them.
+        mask: (...) bool or 0/1: 1 = valid; None: all are. What is masked is not read; its result and gradient are 0.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        sampling_mask: a `SamplingMask` with one row per token, on the same device: the distribution of a recorded row
+            is over its support only. None, or a row without a record: over the whole vocabulary.
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
+        inplace: whether the gradient overwrites the logits, if they need one; nothing may read them afterwards. It has
+            no effect under torch.compile.
+        tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: logits (..., V_r) are this
+            rank's columns; all else is the same on every rank. None: it is not split.
+        vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
+        reduce_hidden_grad: has no effect, as there are no hidden states; the functions from hidden states take it too.
 
     Returns:
         float32 (..., K), in nats, differentiable; 0 where the mask is 0 or the id -1. For a SamplingMask (nnz,), in the
@@ -222,25 +226,31 @@ def linear_gathered_logprobs(
 
     It is differentiable in hidden, weight and bias, and its plans and their costs are those of `linear_token_logprobs`:
     K entries of a row cost what one costs. A tree of completions with a shared prefix needs one row of hidden states
-    for each token of the tree; the ids of the row are the tokens that follow.
+    for each token of the tree; the ids of the row are the tokens that follow. Over a tp_group the
+    forward makes a second collective, of 4 bytes per id, and a frozen head has no plan of its own.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
-        weight: (V, H), the output head, with hidden's dtype; a weight that needs no gradient costs no product for it.
-        ids: as in `gathered_logprobs`, with the leading dimensions of hidden.
-        bias: (V,) with hidden's dtype.
-        mask: bool or 0/1, 1 = valid; as in `gathered_logprobs`.
-        temperature: above 0, a number or a floating tensor (...); as in `gathered_logprobs`.
-        sampling_mask: a `SamplingMask` with one row per row of hidden; as in `linear_token_logprobs`.
-        logit_scale: above 0, multiplies the logits.
-        softcap: above 0, bounds the logits smoothly; None: no bound.
-        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
-        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`. The forward
-            makes a second collective, of 4 bytes per id, and a frozen head has no plan of its own.
-        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
-        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
+        weight: (V, H), the output head, with hidden's dtype. One that needs no gradient costs no product for it.
+        ids: (..., K) int64 in [0, V), or -1 for no entry; they may repeat. Or a `SamplingMask` with one row per token,
+            whose ids are the entries; rows may have different numbers of them.
+        bias: (V,) with hidden's dtype; None: no bias.
+        mask: (...) bool or 0/1: 1 = valid; None: all are. What is masked is not read; its result and gradient are 0.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        sampling_mask: a `SamplingMask` with one row per token, on the same device: the distribution of a recorded row
+            is over its support only. None, or a row without a record: over the whole vocabulary.
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
+        logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
+            products, as in an engine that computes its head in float32.
+        memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
+            None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
+            rank's rows; all else is the same on every rank. None: it is not split.
+        vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the tp_group; False leaves each rank its part.
 
     Returns:
         float32 (..., K), in nats, or (nnz,) for a SamplingMask, as `gathered_logprobs`; differentiable in hidden,

@@ -47,20 +47,23 @@ def kto_loss(
     `weight (1 - sigmoid(beta (z - logp + ref)))` for another; z estimates the KL divergence from the reference to the
     policy, and gets no gradient. With `kl=None` z is 0, which is the unpaired APO-zero of TRL.
 
+    A mismatched response is one put to a prompt that it does not answer (in the paper, the next prompt of the batch).
+    Their mean log-ratio is taken as 0 if it is negative or there are none. For micro-batches, pass z: otherwise it is
+    not the same in all of them. The paper keeps the ratio of desirable_weight to undesirable_weight, times that of the
+    numbers of responses, between 1 and 4/3.
+
     Args:
-        logprobs: (B,) floating point, the policy's log-probabilities, summed over each response's tokens.
-            Differentiable.
-        ref_logprobs: (B,), the same under the reference; they get no gradient.
-        desirable: (B,), bool or 0/1.
-        kl: None: z is 0. A number or a 0-dim tensor: z itself, in nats. (M,): the log-ratios `logp - ref` of mismatched
-            responses, each put to a prompt that it does not answer (in the paper, the next prompt of the batch); z is
-            their mean, or 0 if that is negative or M is 0.
-        beta: above 0.
-        desirable_weight: above 0; the paper keeps its ratio to undesirable_weight, times that of the numbers of
-            responses, between 1 and 4/3.
-        undesirable_weight: above 0.
-        denominator: replaces B; for micro-batches, the number of responses of all of them (z is the same in all of them
-            only if you pass it).
+        logprobs: (B,), floating point, in nats, differentiable: of the policy, summed over each response's tokens.
+        ref_logprobs: (B,), floating point, in nats, detached: of the reference policy, summed over each response's
+            valid tokens.
+        desirable: (B,), bool or 0/1: 1 = the response is desirable.
+        kl: z, in nats, a number or a 0-dim tensor; or (M,), the log-ratios `logp - ref` of M mismatched responses, of
+            which z is the mean, at least 0. None: z is 0.
+        beta: above 0, multiplies the log-ratios.
+        desirable_weight: above 0, multiplies the losses of desirable responses.
+        undesirable_weight: above 0, multiplies the losses of the other responses.
+        denominator: above 0, a number or a 0-dim tensor: replaces the local number of responses, so that micro-batches
+            and ranks add up.
 
     Returns:
         KTOLoss. The loss of no responses is 0.
@@ -72,6 +75,8 @@ def kto_loss(
     if logprobs.ndim != 1:
         raise ValueError(f"logprobs must have shape (responses,), got {tuple(logprobs.shape)}")
     ref = checks.same_layout("ref_logprobs", ref_logprobs, logprobs, "logprobs")
+    for name, value in (("logprobs", logprobs), ("ref_logprobs", ref)):
+        checks.values(name, value, logprob=True)
     numbers = (kl, beta, desirable_weight, undesirable_weight)
     divisor = checks.divisor("denominator", denominator, logprobs.shape[0])
     return _loss(desirable, numbers, ref, divisor, "logprobs")(logprobs)
@@ -110,30 +115,39 @@ def linear_kto_loss(
     The mismatched responses' log-ratios, for `kl`, come from `linear_token_logprobs` under `torch.no_grad()`.
 
     Args:
-        hidden: (B, T, H), or (N, H) packed, float32, bfloat16 or float16.
-        weight: (V, H), the output head, with hidden's dtype.
-        targets: (B, T) or (N,) int64 in [0, V); not read where the mask is 0.
-        mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
-        ref_logprobs: (B,), log-probabilities under the reference, summed over each response's valid tokens.
-        desirable: (B,), bool or 0/1.
-        kl: z, or the log-ratios of mismatched responses, in nats; as in `kto_loss`.
-        beta: above 0.
-        desirable_weight: above 0; as in `kto_loss`.
-        undesirable_weight: above 0; as in `kto_loss`.
-        cu_seqlens: (B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out the
-            tokens behind, as at the end of padded packs.
-        denominator: replaces B, as in `kto_loss`.
-        bias: (V,) with hidden's dtype.
-        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
-        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
-        logit_scale: above 0, multiplies the logits.
-        softcap: above 0, bounds the logits smoothly; None: no bound.
-        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
-        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`.
-        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
-        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
+        hidden: (B, T, H), or (N, H) packed, float32, bfloat16 or float16. Under autocast, hidden, weight and bias are
+            cast to its dtype.
+        weight: (V, H), the output head, with hidden's dtype. One that needs no gradient costs no product for it.
+        targets: (B, T) or (N,) int64 in [0, V), not read where masked. Nothing is shifted: row t predicts targets[t].
+        mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding, which is not read.
+        ref_logprobs: (B,), floating point, in nats, detached: of the reference policy, summed over each response's
+            valid tokens.
+        desirable: (B,), bool or 0/1: 1 = the response is desirable.
+        kl: z, in nats, a number or a 0-dim tensor; or (M,), the log-ratios `logp - ref` of M mismatched responses, of
+            which z is the mean, at least 0. None: z is 0.
+        beta: above 0, multiplies the log-ratios.
+        desirable_weight: above 0, multiplies the losses of desirable responses.
+        undesirable_weight: above 0, multiplies the losses of the other responses.
+        cu_seqlens: (B + 1,) int32, the start of each packed response, from 0 on, and the end of the last; the mask must
+            leave out tokens behind it. None: not packed.
+        denominator: above 0, a number or a 0-dim tensor: replaces the local number of responses, so that micro-batches
+            and ranks add up.
+        bias: (V,) with hidden's dtype; None: no bias.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        sampling_mask: a `SamplingMask` with one row per token, on the same device: the distribution of a recorded row
+            is over its support only. None, or a row without a record: over the whole vocabulary.
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
+        logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
+            products, as in an engine that computes its head in float32.
+        memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
+            None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
+            rank's rows; all else is the same on every rank. None: it is not split.
+        vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the tp_group; False leaves each rank its part.
 
     Returns:
         KTOLoss, differentiable in hidden, weight and bias.
@@ -145,6 +159,7 @@ def linear_kto_loss(
     with tp.reporting():
         tokens = CheckedResponses.of(targets, mask, cu_seqlens)
         ref = tokens.per_response("ref_logprobs", ref_logprobs)
+        checks.values("ref_logprobs", ref, logprob=True)
         count = tokens.responses.count
         numbers = (kl, beta, desirable_weight, undesirable_weight)
         loss = _loss(desirable, numbers, ref, checks.divisor("denominator", denominator, count), "ref_logprobs")
@@ -195,5 +210,6 @@ def _estimate(kl: object, like: Tensor, like_name: str) -> Tensor:
     checks.same_device("kl", kl, like, like_name)
     if kl.ndim > 1:
         raise ValueError(f"kl must be 0-dim, or have shape (mismatched responses,), got {tuple(kl.shape)}")
+    checks.values("kl", kl)
     kl = wide(kl.detach())
     return kl if kl.ndim == 0 else (kl.sum() / max(len(kl), 1)).clamp_min(0)

@@ -68,30 +68,33 @@ def token_logprobs(
     `logprobs = z[target] - logsumexp(z)` and `entropy = -sum_j p_j log p_j`, in nats. Both are differentiable.
     A logit of `-inf` has probability 0, with a softcap too. `logits[t]` predicts `targets[t]`: nothing is shifted.
 
+    With inplace the backward writes the gradient over the logits, if they need one, and a second backward raises
+    RuntimeError.
+
+    Over a tp_group each rank's columns follow those of the earlier ranks; V_r may differ between ranks and be 0.
+    Targets, mask, temperature and sampling_mask are of the whole vocabulary, and results are the same on every rank, to
+    the bit. The gradient is that of this rank's columns, of a loss that every rank computes. The forward costs one
+    exchange of a few KiB between the hosts and one collective of 16 bytes per token and rank, the backward none.
+    Differentiable once, and not under torch.compile.
+
     Args:
         logits: (..., V) float32, bfloat16 or float16, with any leading strides.
-        targets: (...) int64 in [0, V); not read where the mask is 0.
-        mask: (...) bool or 0/1, 1 = valid. Masked outputs and gradients are 0.
-        temperature: above 0: a number, or a floating tensor, 0-dim or shaped like targets (not differentiated).
-        sampling_mask: a `SamplingMask` with one row per target, on the same device. The distribution of a recorded row
-            is over its support only, that of any other row over the whole vocabulary.
+        targets: (...) int64 in [0, V), not read where masked. Nothing is shifted: row t predicts targets[t].
+        mask: (...) bool or 0/1: 1 = valid; None: all are. What is masked is not read; its result and gradient are 0.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        sampling_mask: a `SamplingMask` with one row per token, on the same device: the distribution of a recorded row
+            is over its support only. None, or a row without a record: over the whole vocabulary.
         entropy: whether to return entropies.
-        logit_scale: above 0, multiplies the logits (Cohere, Granite).
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
         softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
-        inplace: the backward writes the gradient over the logits, if they need one; a second backward raises
-            RuntimeError. Nothing else may read the logits after the backward. It has no effect under torch.compile.
-        tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary is split: logits (..., V_r) are
-            this rank's columns, which follow those of the earlier ranks; V_r may differ between ranks and be 0.
-            Targets, mask, temperature and sampling_mask are of the whole vocabulary and the same on every rank, and so
-            are the results, to the bit. The gradient is that of this rank's columns, of a loss that every rank
-            computes. The forward costs one exchange of a few KiB between the hosts and one collective of 16 bytes per
-            token and rank, the backward none. Differentiable once, and not under torch.compile.
-        vocab_start: the id of this rank's first column, checked; None = where the columns of the earlier ranks end.
-        vocab_size: the size of the whole vocabulary, with or without a tp_group; columns beyond it are padding, which
-            is not read, has no probability and gets a gradient of 0. Targets and sampling masks must not hold its ids.
-            None = all columns of all ranks.
-        reduce_hidden_grad: has no effect, as there are no hidden states; it is an argument so that the functions from
-            logits and from hidden states take the same ones.
+        inplace: whether the gradient overwrites the logits, if they need one; nothing may read them afterwards. It has
+            no effect under torch.compile.
+        tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: logits (..., V_r) are this
+            rank's columns; all else is the same on every rank. None: it is not split.
+        vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
+        reduce_hidden_grad: has no effect, as there are no hidden states; the functions from hidden states take it too.
 
     Returns:
         TokenStats of float32 tensors shaped like targets.
@@ -114,7 +117,10 @@ def token_logprobs(
         shard = agreed_logits(tp, rows, arguments, targets.shape, sampling_mask, {"inplace": inplace})
         vocab = tp.counted("logits", logits.shape[-1], shard)
     supports = split_support(sampling_mask, arguments.targets, arguments.mask, vocab)
-    logprobs, entropies = logits_stats(rows, arguments, supports, vocab, forced(), consume, shard)
+    try:
+        logprobs, entropies = logits_stats(rows, arguments, supports, vocab, forced(), consume, shard)
+    except IndexError as error:
+        raise checks.in_shape(error, targets, arguments.mask, vocab) from error.__cause__
     return TokenStats(
         logprobs.view(targets.shape), checks.nan_where_wrong(entropies.view(targets.shape), mask) if entropy else None
     )
@@ -176,41 +182,42 @@ def linear_token_logprobs(
     product, and rows without an upstream gradient enter none of the backward's. With a mask, each of the two costs a
     GPU a host synchronisation. Without a mask there is none, and the backward computes all rows.
 
+    A token with a recorded support costs products with the support's entries only, unless it is so wide (a good part of
+    the vocabulary) that dense products are cheaper. Its sums are never rounded to the head's dtype. With logits_dtype
+    torch.float32 a tile of logits takes 4 bytes an entry, and its gradient another tile in the head's dtype, in which
+    the products of the backward stay. A CPU forms float32 products of copies, slower than 16-bit products if it has
+    instructions for these. With a float32 head nothing changes. Heads are often padded to a multiple (Qwen: 151,936
+    rows for 151,669 tokens), and an inference engine that never samples the padding leaves it out of the softmax:
+    vocab_size does so too. The padding costs neither a product nor a copy of the head, whose gradient is formed in
+    place.
+
+    Over a tp_group weight and bias are this rank's consecutive rows of the head, (V_r, H) and (V_r,), V_r >= 0; a
+    DTensor in such shards is taken too. Results are the same on every rank, to the bit, and the head's gradient is that
+    of the rank's rows. The forward makes one collective, the backward one (two-pass in 16 bits: one per chunk;
+    frozen-head: per chunk in the forward, none in the backward). Differentiable once, and not under torch.compile.
+
     Args:
         hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
-        weight: (V, H), the output head, with hidden's dtype; a weight that needs no gradient costs no product for it.
-        targets: (...) int64 in [0, V); not read where the mask is 0.
-        bias: (V,) with hidden's dtype.
-        mask: bool or 0/1, 1 = valid; as in `token_logprobs`.
-        temperature: above 0, a number or a floating tensor shaped like targets; as in `token_logprobs`.
-        sampling_mask: a `SamplingMask` with one row per target; as in `token_logprobs`. A token with a support costs
-            products with the support's entries only, unless it is so wide (a good part of the vocabulary) that dense
-            products are cheaper.
-        entropy: whether to return entropies; as in `token_logprobs`.
-        logit_scale: above 0, multiplies the logits.
-        softcap: above 0, bounds the logits smoothly; None: no bound.
-        logits_dtype: None, or torch.float32: the logits are the float32 sums of the products, not rounded to the head's
-            dtype, as in an inference engine that computes its head in float32. A tile of logits then takes 4 bytes an
-            entry, and its gradient another tile in the head's dtype, in which the products of the backward stay. With
-            None the sums are rounded to the head's dtype, except those of a sampling_mask's entries. A CPU forms
-            float32 products of copies, slower than 16-bit products if it has instructions for these. With a float32
-            head nothing changes.
-        memory_budget: bytes, or text such as "256MiB": the limit on the temporary memory that the call and its backward
-            use beyond inputs, outputs and their gradients (the workspace of a matrix library is not counted). None
-            means a sixteenth of the memory of the tensors' device, or what the plan that needs least takes if that is
-            more.
-        tp_group: a `torch.distributed.ProcessGroup` over whose ranks the vocabulary is split: weight and bias are this
-            rank's consecutive rows of the head, (V_r, H) and (V_r,), V_r >= 0; a DTensor in such shards is taken too.
-            All else is the same on every rank, and so are the results, to the bit. The head's gradient is that of the
-            rank's rows. The forward makes one collective, the backward one (two-pass in 16 bits: one per chunk;
-            frozen-head: per chunk in the forward, none in the backward). Differentiable once, and not under
-            torch.compile.
-        vocab_start: the id of this rank's first row of the head, checked; as in `token_logprobs`.
-        vocab_size: the size of the whole vocabulary, without the head's padding rows. Heads are often padded to a
-            multiple (Qwen: 151,936 rows for 151,669 tokens), and an inference engine that never samples the padding
-            leaves it out of the softmax. The padding costs neither a product nor a copy of the head, whose gradient is
-            formed in place.
-        reduce_hidden_grad: whether the gradient of hidden is summed over the group; False leaves each rank its part.
+        weight: (V, H), the output head, with hidden's dtype. One that needs no gradient costs no product for it.
+        targets: (...) int64 in [0, V), not read where masked. Nothing is shifted: row t predicts targets[t].
+        bias: (V,) with hidden's dtype; None: no bias.
+        mask: (...) bool or 0/1: 1 = valid; None: all are. What is masked is not read; its result and gradient are 0.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        sampling_mask: a `SamplingMask` with one row per token, on the same device: the distribution of a recorded row
+            is over its support only. None, or a row without a record: over the whole vocabulary.
+        entropy: whether to return entropies.
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
+        logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
+            products, as in an engine that computes its head in float32.
+        memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
+            None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
+            rank's rows; all else is the same on every rank. None: it is not split.
+        vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the tp_group; False leaves each rank its part.
         extras: names of further statistics per token, not differentiable: "mean_logits", of unrounded logits (costs U
             with a softcap); "is_top1", up to float32 rounding: a target that ties for the maximum counts;
             "log_sum_sq_probs" (costs U). See `TokenStats`.
@@ -231,9 +238,12 @@ def linear_token_logprobs(
         request = linear_request(hidden, weight, bias, targets, mask, *options)
         request = over_tp_group(request, tp, targets.shape, entropy=entropy, extras=extras)
     request, plan = planned(request, ANY, slopes=1 + entropy)
-    with plans.run(plan):
-        of_passes = extra_passes(extras, request, plan)
-        stats = statistics(request, plan, all_statistics=bool(extras))
+    try:
+        with plans.run(plan):
+            of_passes = extra_passes(extras, request, plan)
+            stats = statistics(request, plan, all_statistics=bool(extras))
+    except IndexError as error:
+        raise checks.in_shape(error, targets, request.mask, request.vocab) from error.__cause__
     more = extras_of(extras, of_passes, stats, request.mask, targets.shape)
     entropies = checks.nan_where_wrong(stats.entropy.view(targets.shape), mask) if entropy else None
     more = {name: checks.nan_where_wrong(x, mask) if x.is_floating_point() else x for name, x in more.items()}

@@ -64,7 +64,7 @@ def low_rank_token_logprobs(
     except BudgetTooSmall as error:
         raise BudgetTooSmall(f"{error}, for the adapters' rank of {rank} too", error.least) from None
     head, flat, valid, transform, *_ = request
-    checks.targets_in_range(flat, valid, request.vocab)
+    checks.targets_in_range(targets, None if valid is None else valid.view(targets.shape), request.vocab)
     low_rank, run = LowRank(down.reshape(-1, rank), up), Run(forced(), planned_request.num_rows, plan)
     with plans.run(plan):
         logprobs, entropy = low_rank_statistics(head, low_rank, flat, RowOptions(valid, transform), run)

@@ -64,43 +64,50 @@ def policy_loss(
     `objective` defines f, kl, alpha and w. The last dimension of logprobs runs over a response's tokens. With
     `cu_seqlens`, responses are packed; without it, 1-D logprobs are one response. The gradient is computed by autograd.
 
+    A callable objective is aggregated as its attribute `aggregate` says (default "token-mean"). Its attribute
+    `row_local = True` promises that each token's loss depends on that token alone.
+
+    A response without a valid token is one of those that the aggregation divides by, as in TRL; verl leaves it out, and
+    so does its adapter. With "prompt-mean" all responses to a prompt must be in one call. Where they lie in several
+    micro-batches, use token-mean with denominator (B,): for each response, the whole batch's number of prompts times
+    its number of valid tokens of the prompt. torch.compile compiles anew for each list of group_ids, not for each
+    tensor.
+
+    Over a cp_group the tokens of a response may be cut anywhere and in any order, and a rank may have none of them. The
+    number of responses, their order, and advantages (B,) are the same on every rank. Every sum over a response or the
+    batch, denominators and metrics run over the group, and every rank gets the whole loss, to the same bits. Its
+    gradient is that of the whole loss with respect to the rank's own tokens, so parameters get the rank's part: sum it
+    over the group, or multiply the loss by the number of ranks if a wrapper takes the mean. Either all ranks run the
+    backward or none. A callable must have row_local = True.
+
     Args:
-        logprobs: (B, T) or (N,), floating point, in nats: the current policy's log-probabilities, with their graph.
-        objective: an `Objective`, such as the preset `fastrl.GRPO()`, whose docstring names the paper; or a callable
-            `(log_ratio, advantages, context) -> per-token loss` in torch, whose context is a `LossContext`, aggregated
-            as its attribute `aggregate` says (default "token-mean"). Its attribute `row_local = True` promises that
-            each token's loss depends on that token alone.
-        advantages: (B,), one per response, or shaped like logprobs; floating point, detached; read as (B,) if a packed
-            batch has B == N.
-        mask: shaped like logprobs, bool or 0/1, 1 = valid. Values at masked positions are not read.
-        old_logprobs: shaped like logprobs; None means on-policy: the detached logprobs are used.
-        ref_logprobs: shaped like logprobs; required by a KL term to a reference.
-        rollout_logprobs: shaped like logprobs, from the inference engine; required by a rollout correction.
-        entropy: shaped like logprobs, in nats; required by an entropy term.
-        token_weights: shaped like logprobs; multiply the policy term only.
-        entropy_weights: shaped like logprobs; replace w in the entropy term.
-        entropy_threshold: nats, a number or a 0-dim tensor: train only on tokens with at least this entropy; replaces
-            the threshold that `top_entropy_fraction` computes.
-        cu_seqlens: (B + 1,) int32, rising from 0 to N, or to less: the mask must leave out the tokens behind, as at the
-            end of padded packs.
-        denominator: replaces the local number of tokens (token-mean), of prompts (prompt-mean) or of responses (the
-            other aggregations). A response without a valid token is one of them, as in TRL; verl leaves it out, and so
-            does its adapter. A tensor may also have one for each response, (B,).
-        group_ids: (B,), the prompt of each response, an integer tensor or a list of anything hashable, as in
-            `fastrl.group_advantages`; required by prompt-mean, otherwise not read. A prompt's responses must be in one
-            call. Where they lie in several micro-batches, use token-mean with denominator (B,): for each response, the
-            whole batch's number of prompts times its number of valid tokens of the prompt. torch.compile compiles anew
-            for each list, not for each tensor.
+        logprobs: (B, T) or (N,), floating point, in nats: of the current policy, with their graph.
+        objective: an `Objective`, such as the preset `fastrl.GRPO()`; or a callable `(log_ratio, advantages, context)
+            -> loss per token` in torch, whose context is a `LossContext`.
+        advantages: (B,), one per response, or (B, T) or (N,), one per token; floating point, detached. With B == N, as
+            a packed batch may have, they are one per response.
+        mask: (B, T) or (N,), bool or 0/1: 1 = valid; None: all are. What is masked is not read; its gradient is 0.
+        old_logprobs: (B, T) or (N,), floating point, in nats, detached: of the policy before the update. None:
+            on-policy, the current ones.
+        ref_logprobs: (B, T) or (N,), floating point, in nats, detached: of the reference; required by a KL term to it.
+        rollout_logprobs: (B, T) or (N,), floating point, in nats, detached: of the inference engine; required by a
+            rollout correction, and read by gates whose ratio is to the rollout policy.
+        entropy: (B, T) or (N,), floating point, in nats, with its graph; required by terms and thresholds of the
+            entropy.
+        token_weights: (B, T) or (N,), floating point, detached; multiply the policy term only. None: 1.
+        entropy_weights: (B, T) or (N,), floating point, detached; replace w in the entropy term. None: w.
+        entropy_threshold: in nats, a number or a 0-dim tensor: tokens below it have no policy term. None: what the
+            objective's `top_entropy_fraction` says.
+        cu_seqlens: (B + 1,) int32, the start of each packed response, from 0 on, and the end of the last; the mask must
+            leave out tokens behind it. None: not packed.
+        denominator: above 0, a number or a tensor, 0-dim or (B,): replaces the local number of tokens, prompts or
+            responses that the aggregation divides by, so that micro-batches and ranks add up.
+        group_ids: (B,), the prompt of each response, an integer tensor or a list of anything hashable; required by the
+            aggregation "prompt-mean", otherwise not read.
         cp_group: a torch.distributed.ProcessGroup over whose ranks the tokens of each response lie (context
-            parallelism), cut anywhere and in any order. Each rank passes its own tokens, as (B, T) or with its own
-            cu_seqlens; it may have none of a response, or none at all. The number of responses, their order, and
-            advantages (B,) are the same on every rank. Every sum over a response or the batch, denominators and metrics
-            run over the group, and every rank gets the whole loss, to the same bits. Its gradient is that of the whole
-            loss with respect to the rank's own tokens, so parameters get the rank's part: sum it over the group, or
-            multiply the loss by the number of ranks if a wrapper takes the mean. Either all ranks run the backward or
-            none. A callable must have row_local = True.
-        position_ids: shaped like logprobs, integers that rise along each response; masked ones are not read. Required
-            beside a cp_group by objectives that depend on the order of tokens (FIPO), otherwise not read.
+            parallelism): each rank passes its own tokens. None: they lie on one.
+        position_ids: (B, T) or (N,) integers that rise along each response; required beside a cp_group by objectives
+            that depend on the order of tokens (FIPO), otherwise not read.
 
     Returns:
         PolicyLoss. A batch with no valid token gives loss 0 and zero gradients.
@@ -121,6 +128,9 @@ def policy_loss(
         of_batch = (cu_seqlens, denominator, group_ids, position_ids)
         of_logprobs = ("logprobs", entropy is not None, dtype)
         problem = make_problem(objective, logprobs, advantages, mask, others, weights, *of_batch, *of_logprobs)
+        checks.values("logprobs", logprobs, problem.batch.mask, logprob=True)
+        if entropy is not None:
+            checks.values("entropy", entropy, problem.batch.mask)
         needs_gradient = torch.is_grad_enabled() and logprobs.requires_grad
         problem = _drawn(problem, cp_group, needs_gradient, advantages, denominator)
     return from_statistics(problem, logprobs.to(dtype), entropy)
@@ -183,31 +193,45 @@ def logits_policy_loss(
     Over a tp_group every rank gets the whole loss, to the bit: everything but the logits is the same on all ranks.
 
     Args:
-        logits: (..., V) float32, bfloat16 or float16; `logits[t]` predicts `targets[t]`.
-        targets: (B, T) or (N,) int64 in [0, V); not read where the mask is 0.
-        objective: an `Objective`, or a callable in torch; as in `policy_loss`.
-        advantages: (B,), one per response, or shaped like targets; floating point.
-        mask: shaped like targets, bool or 0/1, 1 = valid.
-        old_logprobs: shaped like targets, in nats; None means on-policy.
-        ref_logprobs: shaped like targets, in nats; required by a KL term to a reference.
-        rollout_logprobs: shaped like targets, in nats; required by a rollout correction.
-        token_weights: shaped like targets; multiply the policy term only.
-        entropy_weights: shaped like targets; replace w in the entropy term.
-        entropy_threshold: nats, a number or a 0-dim tensor; as in `policy_loss`.
-        cu_seqlens: (B + 1,) int32 for packed responses, as in `policy_loss`.
-        denominator: above 0: a number, or a tensor, 0-dim or (B,); as in `policy_loss`.
-        group_ids: (B,), the prompt of each response; required by "prompt-mean", as in `policy_loss`.
-        temperature: above 0, a number or a floating tensor shaped like targets; as in `token_logprobs`.
-        sampling_mask: a `SamplingMask` with one row per target; as in `token_logprobs`.
-        logit_scale: above 0, multiplies the logits.
-        softcap: above 0, bounds the logits smoothly; None: no bound.
-        inplace: whether the gradient overwrites the logits, if they need one.
-        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `token_logprobs`.
-        vocab_start: the id of this rank's first entry, checked; as in `token_logprobs`.
-        vocab_size: the size of the whole vocabulary, without padding; as in `token_logprobs`.
-        reduce_hidden_grad: has no effect, as in `token_logprobs`.
-        cp_group: a ProcessGroup over whose ranks the tokens of each response lie; as in `policy_loss`.
-        position_ids: shaped like targets, integers; as in `policy_loss`.
+        logits: (..., V) float32, bfloat16 or float16, with any leading strides.
+        targets: (B, T) or (N,) int64 in [0, V), not read where masked. Nothing is shifted: row t predicts targets[t].
+        objective: an `Objective`, such as the preset `fastrl.GRPO()`; or a callable `(log_ratio, advantages, context)
+            -> loss per token` in torch, whose context is a `LossContext`.
+        advantages: (B,), one per response, or (B, T) or (N,), one per token; floating point, detached. With B == N, as
+            a packed batch may have, they are one per response.
+        mask: (B, T) or (N,), bool or 0/1: 1 = valid; None: all are. What is masked is not read; its gradient is 0.
+        old_logprobs: (B, T) or (N,), floating point, in nats, detached: of the policy before the update. None:
+            on-policy, the current ones.
+        ref_logprobs: (B, T) or (N,), floating point, in nats, detached: of the reference; required by a KL term to it.
+        rollout_logprobs: (B, T) or (N,), floating point, in nats, detached: of the inference engine; required by a
+            rollout correction, and read by gates whose ratio is to the rollout policy.
+        token_weights: (B, T) or (N,), floating point, detached; multiply the policy term only. None: 1.
+        entropy_weights: (B, T) or (N,), floating point, detached; replace w in the entropy term. None: w.
+        entropy_threshold: in nats, a number or a 0-dim tensor: tokens below it have no policy term. None: what the
+            objective's `top_entropy_fraction` says.
+        cu_seqlens: (B + 1,) int32, the start of each packed response, from 0 on, and the end of the last; the mask must
+            leave out tokens behind it. None: not packed.
+        denominator: above 0, a number or a tensor, 0-dim or (B,): replaces the local number of tokens, prompts or
+            responses that the aggregation divides by, so that micro-batches and ranks add up.
+        group_ids: (B,), the prompt of each response, an integer tensor or a list of anything hashable; required by the
+            aggregation "prompt-mean", otherwise not read.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        sampling_mask: a `SamplingMask` with one row per token, on the same device: the distribution of a recorded row
+            is over its support only. None, or a row without a record: over the whole vocabulary.
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
+        inplace: whether the gradient overwrites the logits, if they need one; nothing may read them afterwards. It has
+            no effect under torch.compile.
+        tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: logits (..., V_r) are this
+            rank's columns; all else is the same on every rank. None: it is not split.
+        vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
+        reduce_hidden_grad: has no effect, as there are no hidden states; the functions from hidden states take it too.
+        cp_group: a torch.distributed.ProcessGroup over whose ranks the tokens of each response lie (context
+            parallelism): each rank passes its own tokens. None: they lie on one.
+        position_ids: (B, T) or (N,) integers that rise along each response; required beside a cp_group by objectives
+            that depend on the order of tokens (FIPO), otherwise not read.
 
     Returns:
         PolicyLoss. A batch with no valid token gives loss 0 and zero gradients.
@@ -238,15 +262,18 @@ def logits_policy_loss(
         vocab = tp.counted("logits", logits.shape[-1], shard)
         supports = split_support(sampling_mask, arguments.targets, arguments.mask, vocab)
         if cp_group is not None:  # else the operators check
-            checks.targets_in_range(arguments.targets, arguments.mask, vocab)
+            checks.targets_in_range(targets, valid, vocab)
         needs_gradient = torch.is_grad_enabled() and logits.requires_grad
         problem = _drawn(problem, cp_group, needs_gradient, advantages, denominator)
     dense = shard is None and supports is None and logits.numel() > 0 and logits.dtype != torch.float16
     row_local = isinstance(objective, Objective) and why_not_row_local(objective, Given.of(problem.batch)) is None
-    if dense and row_local and forms_gradient(logits):
-        return _logits_forward_gradient(problem, logits, arguments, vocab, forced(), consume)
-    rows = as_rows(logits, consume)
-    return from_statistics(problem, *logits_stats(rows, arguments, supports, vocab, forced(), consume, shard))
+    try:
+        if dense and row_local and forms_gradient(logits):
+            return _logits_forward_gradient(problem, logits, arguments, vocab, forced(), consume)
+        rows = as_rows(logits, consume)
+        return from_statistics(problem, *logits_stats(rows, arguments, supports, vocab, forced(), consume, shard))
+    except IndexError as error:
+        raise checks.in_shape(error, targets, valid, vocab) from error.__cause__
 
 
 def _logits_forward_gradient(
@@ -321,42 +348,60 @@ def linear_policy_loss(
     backward (retain_graph=True) raises RuntimeError if the forward has computed the gradients; `policy_loss` of
     `linear_token_logprobs` always allows it.
 
+    num_tokens saves the host synchronisations for counting rows (one here, one in a backward that computes the logits
+    again); idle rows are then not left out, as without a mask. If a sampling_mask has rows that are not recorded, a GPU
+    still synchronises for their number. Without num_tokens, it also does for the lengths of packed responses whose
+    tokens depend on each other.
+
+    Over a cp_group the gradients of weight and bias are this rank's part. Objectives that are not row-local then
+    compute the logits again in the backward (4U), and so do those of a sequence ratio on-policy.
+
     Args:
-        hidden: (..., H) float32, bfloat16 or float16; `hidden[t]` predicts `targets[t]`.
-        weight: (V, H), the output head, with hidden's dtype.
-        targets: (B, T) or (N,) int64 in [0, V); not read where the mask is 0.
-        objective: an `Objective`, or a callable in torch; as in `policy_loss`.
-        advantages: (B,), one per response, or shaped like targets; floating point.
-        mask: shaped like targets, bool or 0/1, 1 = valid.
-        old_logprobs: shaped like targets, in nats; None means on-policy.
-        ref_logprobs: shaped like targets, in nats; required by a KL term to a reference.
-        rollout_logprobs: shaped like targets, in nats; required by a rollout correction.
-        token_weights: shaped like targets; multiply the policy term only.
-        entropy_weights: shaped like targets; replace w in the entropy term.
-        entropy_threshold: nats, a number or a 0-dim tensor; as in `policy_loss`.
-        cu_seqlens: (B + 1,) int32 for packed responses, as in `policy_loss`.
-        denominator: above 0: a number, or a tensor, 0-dim or (B,); as in `policy_loss`.
-        group_ids: (B,), the prompt of each response; required by "prompt-mean", as in `policy_loss`.
-        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
-        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
-        logit_scale: above 0, multiplies the logits.
-        softcap: above 0, bounds the logits smoothly; None: no bound.
-        bias: (V,) with hidden's dtype.
-        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
-        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`.
-        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
-        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
-        num_tokens: the number of valid tokens, if the caller knows it; with a cp_group, of this rank's. On a GPU with a
-            mask it saves the host synchronisations for counting rows (one here, one in a backward that computes the
-            logits again). A wrong number then makes the loss NaN, and idle rows are not left out, as without a mask. If
-            a sampling_mask has rows that are not recorded, a GPU still synchronises for their number. Without
-            num_tokens, it also does for the lengths of packed responses whose tokens depend on each other.
-        cp_group: a ProcessGroup over whose ranks the tokens of each response lie; as in `policy_loss`. The gradients of
-            weight and bias are this rank's part. Objectives that are not row-local then compute the logits again in the
-            backward (4U), and so do those of a sequence ratio on-policy.
-        position_ids: shaped like targets, integers; as in `policy_loss`.
+        hidden: (..., H) float32, bfloat16 or float16. Under autocast, hidden, weight and bias are cast to its dtype.
+        weight: (V, H), the output head, with hidden's dtype. One that needs no gradient costs no product for it.
+        targets: (B, T) or (N,) int64 in [0, V), not read where masked. Nothing is shifted: row t predicts targets[t].
+        objective: an `Objective`, such as the preset `fastrl.GRPO()`; or a callable `(log_ratio, advantages, context)
+            -> loss per token` in torch, whose context is a `LossContext`.
+        advantages: (B,), one per response, or (B, T) or (N,), one per token; floating point, detached. With B == N, as
+            a packed batch may have, they are one per response.
+        mask: (B, T) or (N,), bool or 0/1: 1 = valid; None: all are. What is masked is not read; its gradient is 0.
+        old_logprobs: (B, T) or (N,), floating point, in nats, detached: of the policy before the update. None:
+            on-policy, the current ones.
+        ref_logprobs: (B, T) or (N,), floating point, in nats, detached: of the reference; required by a KL term to it.
+        rollout_logprobs: (B, T) or (N,), floating point, in nats, detached: of the inference engine; required by a
+            rollout correction, and read by gates whose ratio is to the rollout policy.
+        token_weights: (B, T) or (N,), floating point, detached; multiply the policy term only. None: 1.
+        entropy_weights: (B, T) or (N,), floating point, detached; replace w in the entropy term. None: w.
+        entropy_threshold: in nats, a number or a 0-dim tensor: tokens below it have no policy term. None: what the
+            objective's `top_entropy_fraction` says.
+        cu_seqlens: (B + 1,) int32, the start of each packed response, from 0 on, and the end of the last; the mask must
+            leave out tokens behind it. None: not packed.
+        denominator: above 0, a number or a tensor, 0-dim or (B,): replaces the local number of tokens, prompts or
+            responses that the aggregation divides by, so that micro-batches and ranks add up.
+        group_ids: (B,), the prompt of each response, an integer tensor or a list of anything hashable; required by the
+            aggregation "prompt-mean", otherwise not read.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        sampling_mask: a `SamplingMask` with one row per token, on the same device: the distribution of a recorded row
+            is over its support only. None, or a row without a record: over the whole vocabulary.
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
+        bias: (V,) with hidden's dtype; None: no bias.
+        logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
+            products, as in an engine that computes its head in float32.
+        memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
+            None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
+            rank's rows; all else is the same on every rank. None: it is not split.
+        vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the tp_group; False leaves each rank its part.
+        num_tokens: the number of valid tokens (of this rank), if known: saves a GPU with a mask the host
+            synchronisations for counting them. A wrong number is an error on a CPU, and a loss of NaN on a GPU.
+        cp_group: a torch.distributed.ProcessGroup over whose ranks the tokens of each response lie (context
+            parallelism): each rank passes its own tokens. None: they lie on one.
+        position_ids: (B, T) or (N,) integers that rise along each response; required beside a cp_group by objectives
+            that depend on the order of tokens (FIPO), otherwise not read.
 
     Returns:
         PolicyLoss, differentiable in hidden, weight and bias. A batch with no valid token gives loss 0 and zero
@@ -383,7 +428,10 @@ def linear_policy_loss(
         if tp.group is not None:  # same_problem reads all values, which torch.compile cannot trace
             request = over_tp_group(request, tp, targets.shape, **same_problem(problem, denominator))
         if cp_group is not None:  # else the operators check
-            checks.targets_in_range(request.targets, request.mask, request.vocab)
+            checks.targets_in_range(targets, valid, request.vocab)
         request, plan, asked = policy_plan(problem, request, cp_group is not None)
         problem = _drawn(problem, cp_group, any(request.needs), advantages, denominator)
-    return loss_by_plan(problem, request, plan, asked)
+    try:
+        return loss_by_plan(problem, request, plan, asked)
+    except IndexError as error:
+        raise checks.in_shape(error, targets, valid, request.vocab) from error.__cause__

@@ -68,22 +68,27 @@ def preference_loss(
     """Computes a preference loss over pairs of responses from their log-probabilities.
 
     It is the mean over pairs of the objective's formula, plus its `nll_coef` times the negative log-likelihood of the
-    chosen responses, a mean over all of their tokens. Slopes keep their digits at any margin.
+    chosen responses, a mean over all of their tokens. Slopes keep their digits at any margin. The mean over a response
+    without tokens is 0, and so is its likelihood, whatever its log-probabilities.
 
     Args:
-        chosen: (B,) floating point, the policy's log-probabilities of the chosen responses, in nats, summed over each
-            response's tokens. Differentiable.
-        rejected: (B,), the same of the rejected responses.
-        ref_chosen: (B,), the reference policy's log-probabilities of the chosen responses; no gradient. Required if
-            `objective.reference`, otherwise not used.
-        ref_rejected: (B,), the same of the rejected responses.
-        objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
-        chosen_lengths: (B,), the number of tokens of each chosen response; required if `objective.average`, or if it
-            has an `nll_coef`. The mean over a response without tokens is 0, and so is its likelihood, whatever its
-            log-probabilities.
-        rejected_lengths: (B,), of each rejected response; required if `objective.average`.
-        denominator: replaces B; for micro-batches, the number of pairs of all of them.
-        nll_denominator: replaces the number of tokens of the chosen responses in the likelihood term.
+        chosen: (B,), floating point, in nats, differentiable: the policy's log-probabilities of the chosen responses,
+            summed over tokens.
+        rejected: (B,), floating point, in nats, differentiable: the policy's log-probabilities of the rejected
+            responses, summed over tokens.
+        ref_chosen: (B,), floating point, in nats, detached: the reference's log-probabilities of the chosen responses,
+            summed over tokens; required by an objective with a reference.
+        ref_rejected: (B,), floating point, in nats, detached: the reference's log-probabilities of the rejected
+            responses, summed over tokens; required by an objective with a reference.
+        objective: a `Preference`, such as the preset `fastrl.IPO(beta=0.1)`.
+        chosen_lengths: (B,), integers or floating point: the number of tokens of each chosen response; required by
+            means over tokens and by a likelihood term.
+        rejected_lengths: (B,), integers or floating point: the number of tokens of each rejected response; required by
+            means over tokens.
+        denominator: above 0, a number or a 0-dim tensor: replaces the local number of pairs, so that micro-batches and
+            ranks add up.
+        nll_denominator: above 0, a number or a 0-dim tensor: replaces the local number of tokens of the likelihood
+            term.
 
     Returns:
         PreferenceLoss. The loss of no pairs is 0.
@@ -129,6 +134,9 @@ def _from_sums(
     both_ref = checked(ref, [objective.reference] * 2, "an objective with a reference")
     needed, dtypes = [objective.needs_lengths, objective.average], (*INTEGER_DTYPES, torch.float32, torch.float64)
     both_lengths = checked(lengths, needed, "an objective with means over tokens", dtypes)
+    for pair in (sums, ref) if objective.reference else (sums,):
+        for (name, value), length in zip(pair.items(), both_lengths, strict=True):
+            checks.values(name, value, length > 0 if objective.average else None, logprob=True)
     tokens: float | Tensor = wide(both_lengths[0]).sum() if objective.nll_coef else 1
     divisor = checks.divisor("nll_denominator", nll_denominator, tokens)
     nll = -wide(both[0]).where(both_lengths[0] > 0, 0.0).sum() / divisor if objective.nll_coef else None
@@ -175,12 +183,15 @@ def dpo_loss(
     arXiv:2305.18290). It is `preference_loss` with the objective `DPO(beta)`.
 
     Args:
-        chosen_logprobs: (B,) floating point, the policy's log-probabilities of the chosen responses, in nats, summed
-            over each response's tokens. Differentiable.
-        rejected_logprobs: (B,), the same of the rejected responses.
-        ref_chosen: (B,), chosen_logprobs under the reference policy; no gradient.
-        ref_rejected: (B,), rejected_logprobs under the reference policy; no gradient.
-        beta: above 0; the larger, the closer the policy stays to the reference.
+        chosen_logprobs: (B,), floating point, in nats, differentiable: the policy's log-probabilities of the chosen
+            responses, summed over tokens.
+        rejected_logprobs: (B,), floating point, in nats, differentiable: the policy's log-probabilities of the rejected
+            responses, summed over tokens.
+        ref_chosen: (B,), floating point, in nats, detached: the reference's log-probabilities of the chosen responses,
+            summed over tokens; required by an objective with a reference.
+        ref_rejected: (B,), floating point, in nats, detached: the reference's log-probabilities of the rejected
+            responses, summed over tokens; required by an objective with a reference.
+        beta: above 0, multiplies the log-ratios.
 
     Returns:
         A scalar, float64 for float64 log-probabilities, else float32; 0 if there are no pairs.
@@ -229,30 +240,36 @@ def linear_preference_loss(
 
     Args:
         hidden: (2B, T, H), or (N, H) packed, float32, bfloat16 or float16: the chosen responses first, then the
-            rejected ones in the same order.
-        weight: (V, H), the output head, with hidden's dtype.
-        targets: (2B, T) or (N,) int64 in [0, V), in the order of hidden; not read where the mask is 0.
-        mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding.
-        ref_logprobs: (2B,), log-probabilities under the reference, summed over each response's valid tokens; required
-            if `objective.reference`, otherwise not used. The mean over a response without tokens is 0 here too.
-        objective: a `Preference`, for example `fastrl.IPO(beta=0.1)`.
-        cu_seqlens: (2B + 1,) int32 for packed responses, rising from 0 to N, or to less: the mask must leave out the
-            tokens behind, as at the end of padded packs.
-        nll_mask: bool or 0/1, shaped like targets: the tokens of the likelihood term of an objective with an
-            `nll_coef`; the default is those of the chosen responses.
-        denominator: replaces B; for micro-batches, the number of pairs of all of them.
-        nll_denominator: replaces the number of tokens of the likelihood term.
-        bias: (V,) with hidden's dtype.
-        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
-        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
-        logit_scale: above 0, multiplies the logits.
-        softcap: above 0, bounds the logits smoothly; None: no bound.
-        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
-        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`.
-        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
-        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
+            rejected ones in the same order. Under autocast, hidden, weight and bias are cast to its dtype.
+        weight: (V, H), the output head, with hidden's dtype. One that needs no gradient costs no product for it.
+        targets: (2B, T) or (N,) int64 in [0, V), not read where masked. Nothing is shifted: row t predicts targets[t].
+        mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding, which is not read.
+        ref_logprobs: (2B,), floating point, in nats, detached: of the reference policy, summed over each response's
+            valid tokens; required by an objective with a reference.
+        objective: a `Preference`, such as the preset `fastrl.IPO(beta=0.1)`.
+        cu_seqlens: (2B + 1,) int32, the start of each packed response, from 0 on, and the end of the last; the mask
+            must leave out tokens behind it. None: not packed.
+        nll_mask: bool or 0/1, shaped like targets: the tokens of the likelihood term; None: the chosen responses'.
+        denominator: above 0, a number or a 0-dim tensor: replaces the local number of pairs, so that micro-batches and
+            ranks add up.
+        nll_denominator: above 0, a number or a 0-dim tensor: replaces the local number of tokens of the likelihood
+            term.
+        bias: (V,) with hidden's dtype; None: no bias.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        sampling_mask: a `SamplingMask` with one row per token, on the same device: the distribution of a recorded row
+            is over its support only. None, or a row without a record: over the whole vocabulary.
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
+        logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
+            products, as in an engine that computes its head in float32.
+        memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
+            None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
+            rank's rows; all else is the same on every rank. None: it is not split.
+        vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the tp_group; False leaves each rank its part.
 
     Returns:
         PreferenceLoss, differentiable in hidden, weight and bias.
@@ -290,6 +307,9 @@ def _linear_loss(
     if ref_logprobs is None and objective.reference:
         raise TypeError("ref_logprobs is needed by an objective with a reference, got None")
     ref = None if ref_logprobs is None else _halves(tokens.per_response("ref_logprobs", ref_logprobs))
+    if ref_logprobs is not None and objective.reference:
+        read = tokens.lengths() > 0 if objective.average else None
+        checks.values("ref_logprobs", ref_logprobs, read, logprob=True)
     likely = checks.mask(nll_mask, tokens.targets, name="nll_mask")
     pairs = checks.divisor("denominator", denominator, count)
     lengths = _halves(tokens.lengths()) if objective.needs_lengths else None
@@ -346,25 +366,34 @@ def linear_dpo_loss(
     """Computes `linear_preference_loss` with the objective `DPO(beta)`: `dpo_loss` without an (N, V) tensor.
 
     Args:
-        hidden: (2B, T, H), or (N, H) packed, float32, bfloat16 or float16, as in `linear_preference_loss`.
-        weight: (V, H), the output head, with hidden's dtype.
-        targets: (2B, T) or (N,) int64 in [0, V), in the order of hidden; not read where the mask is 0.
-        mask: bool or 0/1, shaped like targets, as in `linear_preference_loss`.
-        ref_logprobs: (2B,), in nats, as in `linear_preference_loss`.
-        beta: above 0, as in `dpo_loss`.
-        cu_seqlens: (2B + 1,) int32 for packed responses, as in `linear_preference_loss`.
-        denominator: replaces B, as in `linear_preference_loss`.
-        bias: (V,) with hidden's dtype.
-        temperature: above 0, a number or a floating tensor shaped like targets; as in `linear_token_logprobs`.
-        sampling_mask: a `SamplingMask` with one row per target; as in `linear_token_logprobs`.
-        logit_scale: above 0, multiplies the logits.
-        softcap: above 0, bounds the logits smoothly; None: no bound.
-        logits_dtype: None or torch.float32; as in `linear_token_logprobs`.
-        memory_budget: bytes, or text such as "256MiB"; as in `linear_token_logprobs`.
-        tp_group: a ProcessGroup over whose ranks the vocabulary is split; as in `linear_token_logprobs`.
-        vocab_start: the id of this rank's first entry, checked; as in `linear_token_logprobs`.
-        vocab_size: the size of the whole vocabulary, without padding; as in `linear_token_logprobs`.
-        reduce_hidden_grad: whether the gradient of hidden is summed over the group; as in `linear_token_logprobs`.
+        hidden: (2B, T, H), or (N, H) packed, float32, bfloat16 or float16: the chosen responses first, then the
+            rejected ones in the same order. Under autocast, hidden, weight and bias are cast to its dtype.
+        weight: (V, H), the output head, with hidden's dtype. One that needs no gradient costs no product for it.
+        targets: (2B, T) or (N,) int64 in [0, V), not read where masked. Nothing is shifted: row t predicts targets[t].
+        mask: bool or 0/1, shaped like targets: 1 = a token of the response, 0 = prompt or padding, which is not read.
+        ref_logprobs: (2B,), floating point, in nats, detached: of the reference policy, summed over each response's
+            valid tokens; required by an objective with a reference.
+        beta: above 0, multiplies the log-ratios.
+        cu_seqlens: (2B + 1,) int32, the start of each packed response, from 0 on, and the end of the last; the mask
+            must leave out tokens behind it. None: not packed.
+        denominator: above 0, a number or a 0-dim tensor: replaces the local number of pairs, so that micro-batches and
+            ranks add up.
+        bias: (V,) with hidden's dtype; None: no bias.
+        temperature: above 0: a number, or a floating tensor, 0-dim or one per token (no gradient); divides the logits.
+        sampling_mask: a `SamplingMask` with one row per token, on the same device: the distribution of a recorded row
+            is over its support only. None, or a row without a record: over the whole vocabulary.
+        logit_scale: above 0, multiplies the logits, before the softcap (Cohere, Granite).
+        softcap: above 0, bounds the logits smoothly (Gemma 2); None: no bound.
+        logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
+            products, as in an engine that computes its head in float32.
+        memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
+            None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
+            rank's rows; all else is the same on every rank. None: it is not split.
+        vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
+        vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
+            which has no probability and gradient 0. None: there is no padding.
+        reduce_hidden_grad: whether the gradient of hidden is summed over the tp_group; False leaves each rank its part.
 
     Returns:
         DPOLoss, differentiable in hidden, weight and bias.
@@ -408,6 +437,8 @@ def reward_model_loss(scores: Tensor, ranks: Tensor, prompt_ids: Tensor) -> Tens
     for name, value in (("ranks", ranks), ("prompt_ids", prompts)):
         checks.shape(name, value, scores.shape, "the shape of scores")
         checks.same_device(name, value, scores, "scores")
+        checks.values(name, value)
+    checks.values("scores", scores)
     wide = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
     same = prompts[:, None] == prompts
     pairs = same & (ranks[:, None] < ranks)

@@ -32,11 +32,11 @@ def topk_divergence(
         logprobs: (..., K) float32, float64, bfloat16 or float16, the student's log-probabilities of K distinct entries,
             for example from `linear_gathered_logprobs`. Differentiable.
         teacher_logprobs: (..., K), the teacher's, of the same entries; detached.
-        kind: "forward_kl", "reverse_kl" or "jsd", as in `linear_divergence`.
-        beta: for "jsd", the teacher's weight in the mixture, between 0 and 1, both excluded.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: for "jsd", the teacher's weight in the mixture, between 0 and 1, both excluded; otherwise not read.
         tail: whether the other entries count, as one. Its probability has the digits that the K log-probabilities
             carry; a rest below the rounding error of 1 - p of the likeliest of them is taken as that.
-        mask: (..., K) bool or 0/1, 1 = there is an entry; None: all are there (ids of -1 are not).
+        mask: (..., K) bool or 0/1: 1 = there is an entry; None: all are there (ids of -1 are not).
 
     Returns:
         (...), in nats, float64 for float64 logprobs and float32 for others. NaN for a row with a NaN on either side.
@@ -52,6 +52,8 @@ def topk_divergence(
     if not isinstance(tail, bool):
         raise TypeError(f"tail must be a bool, got {type(tail).__name__}")
     valid = checks.mask(mask, logprobs, "logprobs")
+    for name, value in (("logprobs", logprobs), ("teacher_logprobs", teacher)):
+        checks.values(name, value, valid, logprob=True)
     # float64, so that 1 - sum p does not cancel
     log_p, log_q = logprobs.double(), checks.nan_where_wrong(teacher.detach().double(), mask)
     if valid is not None:

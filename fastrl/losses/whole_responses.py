@@ -104,10 +104,13 @@ def loss_of_units(
     """
     request = over_tp_group(linear_request(*head, targets, mask, *options), options[-1], targets.shape)
     request, plan, counts = _planned(request, units, count)
-    with plans.run(plan):
-        if plan.name != "whole-response":
-            return loss_of(statistics(request, plan).logprobs)
-        return _whole_units(request, plan, units, counts, loss_of)
+    try:
+        with plans.run(plan):
+            if plan.name != "whole-response":
+                return loss_of(statistics(request, plan).logprobs)
+            return _whole_units(request, plan, units, counts, loss_of)
+    except IndexError as error:
+        raise checks.in_shape(error, targets, mask, request.vocab) from error.__cause__
 
 
 def _planned(request: Request, units: Tensor, count: int) -> tuple[Request, Plan, list[int]]:

@@ -37,7 +37,8 @@ from fastrl.losses.logprobs import TokenStats
 from fastrl.losses.low_rank import low_rank_token_logprobs
 from fastrl.models.adapters import Adapter, narrow_factors, unwrapped
 from fastrl.models.balancing import asks_for_routers, balancing_loss, balancing_weight
-from fastrl.models.patching import replaced
+from fastrl.models.patching import in_head
+from fastrl.planning.announce import active, announces_plan
 from fastrl.planning.budget import parse_budget
 
 try:
@@ -179,19 +180,6 @@ class LMHead:
             )
 
 
-def in_head(head: torch.nn.Module, hidden: Tensor, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns `compute(hidden)`, run as the forward of the head's module, whose parameters it reads.
-
-    FSDP2 gathers a head that it shards before this forward and again before its backward, which it finds by the tensors
-    that go in and come out. It casts both, if its policy says so: a loss is better computed inside than of what
-    comes out.
-    """
-    if not (head._forward_pre_hooks or head._forward_hooks):
-        return compute(hidden)  # nothing acts on it, and torch.compile traces this
-    with replaced(head, "forward", compute):
-        return head(hidden)
-
-
 def _base_of(model: Any) -> Any:
     """The causal LM inside PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -273,6 +261,7 @@ def fused_lm_head(
     base._fastrl_fusion = _Fusion(options, own.__func__ if method else own, method)
     if not hasattr(base, "_fastrl_class"):  # fully_shard's class may be around ours, which is then left in place
         base.__class__ = _fused_class(base.__class__)
+    active(f"the head of {type(base).__name__}")
     return model
 
 
@@ -360,6 +349,7 @@ def remove_fused_lm_head(model: Any) -> None:
     base.__class__ = vars(type(base)).get("_fastrl_class", type(base))
 
 
+@announces_plan("return_token_stats of transformers' models")
 def _token_stats(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fusion: _Fusion, defer: bool) -> Any:
     """The fused forward; with `defer` only the hidden states, for a loss that is computed later."""
     arguments = dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False))
@@ -432,6 +422,7 @@ def _trainer_loss(model: Any, outputs: Any, labels: Tensor, num_items_in_batch: 
     return found if aux_loss is None else found + balancing_weight(_base_of(model)) * aux_loss
 
 
+@announces_plan("the loss of transformers' Trainer")
 def _trainer_cross_entropy(model: Any, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
     targets = labels[:, 1:]
     if outputs.logits is not None:  # evaluation

@@ -1,12 +1,15 @@
-"""Replace an attribute of an object for the time of a block."""
+"""Replace an attribute of an object for the time of a block; run code as the forward of a model's head."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 class _StandIn:
@@ -44,3 +47,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def replaced_method(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
     """`replaced` for a method of a model, where the caller's block may copy the model: the copy's method is its own."""
     return replaced(owner, name, _StandIn(value, getattr(owner, name)))
+
+
+def in_head(head: torch.nn.Module, hidden: Tensor, compute: Callable[[Tensor], Any]) -> Any:
+    """Returns `compute(hidden)`, run as the forward of the head's module, whose parameters it reads.
+
+    FSDP2 gathers a head that it shards before this forward and again before its backward, which it finds by the tensors
+    that go in and come out. It casts both, if its policy says so: a loss is better computed inside than of what
+    comes out.
+    """
+    if not (head._forward_pre_hooks or head._forward_hooks):
+        return compute(hidden)  # nothing acts on it, and torch.compile traces this
+    with replaced(head, "forward", compute):
+        return head(hidden)

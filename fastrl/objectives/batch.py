@@ -335,6 +335,7 @@ def make_batch(
     flat = advantages.detach().to(dtype)
     spread = responses.spread if checked is None else responses.shared
     flattened = {"advantages": spread(flat) if per_response else flat.reshape(-1)}
+    per_token = {}
     for field, name, value in (
         ("old", "old_logprobs", old_logprobs),
         ("ref", "ref_logprobs", ref_logprobs),
@@ -343,7 +344,7 @@ def make_batch(
         ("entropy_weights", "entropy_weights", entropy_weights),
     ):
         if value is not None:
-            value = checks.same_layout(name, value, targets, targets_name)
+            per_token[name] = value = checks.same_layout(name, value, targets, targets_name)
             flattened[field] = value.detach().to(dtype).reshape(-1).contiguous()
     if checked is not None:  # all at once: for small batches, a GPU waits for the launch of each operation
         stacked = torch.stack([x.view_as(flattened["advantages"]) for x in flattened.values()]).flatten(1)
@@ -363,6 +364,12 @@ def make_batch(
             entropy_threshold = torch.full((), entropy_threshold, dtype=dtype, device=targets.device)
     counts = responses.number(counted, dtype)
     tokens = counts.sum()
+    if checks.values_are_checked(targets):
+        logprobs = [flattened[field] for field in ("old", "ref", "rollout") if field in flattened]
+        if checks.always or any(x.numel() and x.amax().item() > checks.ROUNDING for x in logprobs):
+            checks.values("advantages", advantages, counts > 0 if per_response else checked)
+            for name, value in per_token.items():
+                checks.values(name, value, checked, logprob=name.endswith("logprobs"))
     return Batch(
         targets.shape,
         responses,

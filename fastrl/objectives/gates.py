@@ -70,10 +70,13 @@ class Gate:
 
 @dataclass(frozen=True)
 class NoGate(Gate):
-    """No clipping: `-r A` if `ratio` is true (CPI, TRPO's surrogate), else `-A logp` (REINFORCE, GPG)."""
+    """No clipping: `-r A` if `ratio` is true (CPI, TRPO's surrogate), else `-A logp` (REINFORCE, GPG).
+
+    Args:
+        ratio: whether the ratio multiplies the advantage.
+    """
 
     ratio: bool = True
-    """Whether the ratio multiplies the advantage."""
 
     @property
     def formula(self) -> str:  # type: ignore[override]
@@ -86,16 +89,18 @@ class Clip(Gate):
 
     `dual` bounds the loss of a negative advantage by `-dual A` (arXiv:1912.09729); `delta` bounds r inside the
     unclipped branch (INTELLECT-2, arXiv:2505.07291).
+
+    Args:
+        low: at least 0; the ratio's lower bound is `1 - low`.
+        high: at least 0; the ratio's upper bound is `1 + high`.
+        dual: above 1: bounds the loss of a negative advantage by `-dual A`; None: no such bound.
+        delta: above 1: bounds r inside the unclipped branch; None: no such bound.
     """
 
     low: float = 0.2
-    """At least 0; the ratio's lower bound is `1 - low`."""
     high: float = 0.2
-    """At least 0; its upper bound is `1 + high`."""
     dual: float | None = None
-    """Above 1: bounds the loss of a negative advantage by `-dual A`; None: no such bound."""
     delta: float | None = None
-    """Above 1: bounds r inside the unclipped branch; None: no such bound."""
     formula: ClassVar[str] = "clip"
 
     def __post_init__(self) -> None:
@@ -116,12 +121,14 @@ class SoftGate(Gate):
     """SAPO's gate: `-(4 / tau) sigmoid(tau (r - 1)) A`; the weight on grad log pi is `r sech^2(tau (r - 1) / 2)`.
 
     `tau` is `tau_pos` for A > 0 and `tau_neg` otherwise (arXiv:2511.20347).
+
+    Args:
+        tau_pos: above 0, tau for A > 0.
+        tau_neg: above 0, tau for A <= 0.
     """
 
     tau_pos: float = 1.0
-    """Above 0, tau for A > 0."""
     tau_neg: float = 1.05
-    """Above 0, tau for A <= 0."""
     formula: ClassVar[str] = "soft"
 
     def __post_init__(self) -> None:
@@ -134,12 +141,15 @@ class SoftGate(Gate):
 
 @dataclass(frozen=True)
 class StopGradientClip(Gate):
-    """CISPO: `-sg[min(r, cap)] A logp`; `low` is an optional lower bound on the ratio (arXiv:2506.13585)."""
+    """CISPO: `-sg[min(r, cap)] A logp`; `low` is an optional lower bound on the ratio (arXiv:2506.13585).
+
+    Args:
+        cap: above 0, the ratio's upper bound.
+        low: from 0 to cap, the ratio's lower bound; None: 0.
+    """
 
     cap: float = 5.0
-    """Above 0, the ratio's upper bound."""
     low: float | None = None
-    """From 0 to cap, its lower bound; None: 0."""
     formula: ClassVar[str] = "stop-gradient-clip"
 
     def __post_init__(self) -> None:
@@ -153,10 +163,13 @@ class StopGradientClip(Gate):
 
 @dataclass(frozen=True)
 class GeometricMean(Gate):
-    """GMPO: `-A exp(mean_t clip(log r_t))`; log r <= clip for A > 0, log r >= -clip for A < 0 (arXiv:2507.20673)."""
+    """GMPO: `-A exp(mean_t clip(log r_t))`; log r <= clip for A > 0, log r >= -clip for A < 0 (arXiv:2507.20673).
+
+    Args:
+        clip: above 0, the bound on each token's log-ratio.
+    """
 
     clip: float = 0.4
-    """Above 0, the bound on each token's log-ratio."""
     formula: ClassVar[str] = "surrogate"
     level: ClassVar[RatioLevel] = "sequence"
 
@@ -173,16 +186,18 @@ class GammaWeight(Gate):
     """VESPO: `-sg[phi] A logp` with `log phi = lam + k log W - lam W`; W is the product of the response's ratios.
 
     arXiv:2602.10693.
+
+    Args:
+        k_pos: at least 0, k for A >= 0.
+        lam_pos: at least 0, lam for A >= 0.
+        k_neg: at least 0, k for A < 0.
+        lam_neg: at least 0, lam for A < 0.
     """
 
     k_pos: float = 2.0
-    """At least 0, k for A >= 0."""
     lam_pos: float = 3.0
-    """At least 0, lam for A >= 0."""
     k_neg: float = 3.0
-    """At least 0, k for A < 0."""
     lam_neg: float = 2.0
-    """At least 0, lam for A < 0."""
     formula: ClassVar[str] = "gamma"
     level: ClassVar[RatioLevel] = "sequence-product"
     reads_rollout: ClassVar[bool] = True
@@ -202,12 +217,14 @@ class RatioMask(Gate):
     r is against the rollout policy, where its log-probabilities are given, else against the old policy. Ring-1T's own
     IcePop (arXiv:2510.18855) masks by the old policy's ratio to the rollout's, beside a clip: that is a
     `RolloutCorrection(mode="mask")`. Both papers' bounds are 0.5 and 5.
+
+    Args:
+        low: at least 0, the smallest ratio that is kept.
+        high: above low, the largest ratio that is kept.
     """
 
     low: float = 0.5
-    """At least 0, the smallest ratio that is kept."""
     high: float = 2.0
-    """Above low, the largest ratio that is kept."""
     formula: ClassVar[str] = "ratio-mask"
     reads_rollout: ClassVar[bool] = True
 
@@ -224,12 +241,14 @@ class Tapered(Gate):
     """TOPR: `-A logp` for A > 0, else `-sg[clip(r, low, high)] A logp` (arXiv:2503.14286).
 
     r is against the rollout policy, the paper's mu, where its log-probabilities are given, else against the old one.
+
+    Args:
+        low: at least 0, the ratio's lower bound for A <= 0.
+        high: above low, the ratio's upper bound for A <= 0.
     """
 
     low: float = 0.0
-    """At least 0, the ratio's lower bound for A <= 0."""
     high: float = 1.0
-    """Above low, its upper bound."""
     formula: ClassVar[str] = "tapered"
     reads_rollout: ClassVar[bool] = True
 
@@ -249,16 +268,18 @@ class DivergenceMask(Gate):
     where it has fallen and its divergence exceeds `low`. The divergence is the paper's binary one, of the token against
     all others: kind "tv" is |p - p_old|, "kl" is KL(p_old || p), in nats. p_old is that of the rollout policy, where
     its log-probabilities are given (the paper's anchor), else of the old policy; it is p / r, with the clamped r.
+
+    Args:
+        kind: the divergence, "tv" or "kl".
+        low: at least 0, the bound for A <= 0, in nats for "kl".
+        high: at least 0, the bound for A > 0, in nats for "kl".
+        cap: above 0, the ratio's upper bound.
     """
 
     kind: Literal["tv", "kl"] = "tv"
-    """The divergence, "tv" or "kl"."""
     low: float = 0.15
-    """At least 0, the bound for A <= 0, in nats for "kl"."""
     high: float = 0.15
-    """At least 0, the bound for A > 0, in nats for "kl"."""
     cap: float = 20.0
-    """Above 0, the ratio's upper bound."""
     level: ClassVar[RatioLevel] = "token"
     reads_rollout: ClassVar[bool] = True
     reads_logprob: ClassVar[bool] = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -42,16 +42,20 @@ KL_FORMULAS: dict[str, tuple[Formula, Formula]] = {
 
 @dataclass(frozen=True)
 class KL:
-    """A KL term `coef * kl_t` in the loss (http://joschu.net/blog/kl-approx.html; k3-unbiased: arXiv:2512.02556)."""
+    """A KL term `coef * kl_t` in the loss (http://joschu.net/blog/kl-approx.html; k3-unbiased: arXiv:2512.02556).
+
+    Args:
+        kind: k1, k2, k3, k3-unbiased, k1+, k3+, forward, old-new or old-new-k2.
+        coef: the term's weight, a float or a 0-dim tensor, which is not copied to the host.
+        ratio: what multiplies "k3-unbiased": each token's ratio, or the objective's (at sequence levels, the
+            response's).
+        weighted: whether omega multiplies this term too, not only the gate's.
+    """
 
     kind: str = "k3"
-    """k1, k2, k3, k3-unbiased, k1+, k3+, forward, old-new or old-new-k2."""
     coef: float | Tensor = 0.04
-    """A float or a 0-dim tensor, which is not copied to the host."""
     ratio: Literal["token", "objective"] = "token"
-    """What multiplies "k3-unbiased": each token's ratio, or the objective's (at sequence levels, the response's)."""
     weighted: bool = False
-    """Whether omega multiplies this term too, not only the gate's."""
 
     def __post_init__(self) -> None:
         kinds = [k for k in KL_FORMULAS if k != "none"]
@@ -82,20 +86,24 @@ class RolloutCorrection:
 
     An upper bound may be infinity. No weight is more than e^max_log_ratio, as every exponent is clamped. Like all
     weights of tokens, it changes no denominator, and no KL or entropy term.
+
+    Args:
+        level: "token": rho is `exp(old - rollout)` of each token. "sequence": the product of these over the response's
+            valid tokens, which is unbiased, with a spread that grows with the length. "sequence-mean": their geometric
+            mean, which is biased, and has the same scale at any length. At the last two levels, a response's tokens
+            share its rho.
+        mode: "truncate" (TIS) clips rho to [low, high]; "mask" (MIS, IcePop) keeps rho inside [low, high], else gives
+            0.
+        low: at least 0, the lower bound.
+        high: above low, the upper bound.
+        reject: bounds (low, high) outside which the weight is 0, whatever the mode; None rejects nothing.
     """
 
     level: CorrectionLevel = "token"
-    """"token": rho is `exp(old - rollout)` of each token. "sequence": the product of these over the response's valid
-    tokens, which is unbiased, with a spread that grows with the length. "sequence-mean": their geometric mean, which is
-    biased, and has the same scale at any length. At the last two levels, a response's tokens share its rho."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """"truncate" (TIS) clips rho to [low, high]; "mask" (MIS, IcePop) keeps rho inside [low, high], else gives 0."""
     low: float = 0.0
-    """At least 0, the lower bound."""
     high: float = 2.0
-    """Above low, the upper bound."""
     reject: tuple[float, float] | None = None
-    """Bounds (low, high) outside which the weight is 0, whatever the mode; None rejects nothing."""
 
     def __post_init__(self) -> None:
         if self.level not in CORRECTION_LEVELS:
@@ -134,21 +142,22 @@ class FutureKL:
 
     arXiv:2603.19835. The sum runs over the response's tokens from t on, gamma is `0.5 ** (1 / half_life)`, r_k the
     token's own ratio whatever the objective's level, and M_k is 0 where `r_k > max_ratio`. low <= 1 <= high, so that
-    the weight is 1 on-policy.
+    the weight is 1 on-policy. Masked tokens add nothing to the distance k - t, whereas the authors' code counts them;
+    safe_ratio is as in that code.
+
+    Args:
+        half_life: above 0, the distance in tokens, without masked ones, at which a later token counts half in a weight.
+        low: from 0 to 1, the lower bound of a token's weight.
+        high: at least 1, the upper bound of a token's weight.
+        max_ratio: above 1, the ratio above which a token does not count in the sums; None: all count.
+        safe_ratio: above 1: tokens with A < 0 and a larger ratio get a weight clipped to [0.8, 1]; None: no such ratio.
     """
 
     half_life: float = 32.0
-    """Above 0, in tokens: masked tokens are skipped and add nothing to the distance k - t, whereas the authors' code
-    counts them."""
     low: float = 1.0
-    """From 0 to 1, the lower bound."""
     high: float = 1.2
-    """At least 1, the upper bound."""
     max_ratio: float | None = None
-    """Above 1, the ratio above which a token does not count in the sums; None: all count."""
     safe_ratio: float | None = None
-    """Above 1: a token with A < 0 and `r_t > safe_ratio` gets its weight clipped to [0.8, 1], as in the authors' code;
-    None leaves that out."""
 
     def __post_init__(self) -> None:
         check_number("FutureKL.half_life", self.half_life, 0.0, strict=True)
@@ -176,20 +185,23 @@ class CovarianceClip:
     the call (over a cp_group, of all ranks) whose probability is not 0; `max(1, floor(fraction * tokens))` are drawn,
     all if fewer are between the bounds, which are excluded. As in the authors' code, tokens that the gate clips are not
     drawn.
+
+    Every call draws once from the generator, float64 numbers in [0, 1), one for each token, masked or not, with a
+    gradient or without: the smallest numbers win, and every evaluation of the objective within the call uses the same.
+    Over a group, generators must be in the same state on all ranks. Activation checkpointing repeats a call: only draws
+    of a default generator, which it restores, are then the same.
+
+    Args:
+        fraction: the share of the valid tokens that is drawn, above 0 and up to 1.
+        low: the lower bound on the covariance.
+        high: above low, the upper bound.
+        generator: the torch.Generator, on any device, that draws them; None: the default one of the inputs' device.
     """
 
     fraction: float = 2e-4
-    """The share of the valid tokens that is drawn, above 0 and up to 1."""
     low: float = 1.0
-    """The lower bound on the covariance."""
     high: float = 5.0
-    """Above low, the upper bound."""
     generator: torch.Generator | None = None
-    """A torch.Generator on any device; None: the default one of the inputs' device. Every call draws once from it,
-    float64 numbers in [0, 1), one for each token, masked or not, with a gradient or without: the smallest numbers win,
-    and every evaluation of the objective within the call uses the same. Over a group, generators must be in the same
-    state on all ranks. Activation checkpointing repeats a call: only draws of a default generator, which it restores,
-    are then the same."""
 
     def __post_init__(self) -> None:
         _check_fraction("CovarianceClip.fraction", self.fraction)
@@ -207,12 +219,14 @@ class CovarianceKL:
 
     The covariance is `CovarianceClip`'s; `max(1, floor(fraction * tokens))` tokens are chosen, of equal ones the first.
     The paper writes KL(old || new); |log r_t| is the authors' code.
+
+    Args:
+        fraction: the share of the valid tokens that is chosen, above 0 and up to 1.
+        coef: the weight of `|log r|`, a float or a 0-dim tensor.
     """
 
     fraction: float = 2e-4
-    """The share of the valid tokens that is chosen, above 0 and up to 1."""
     coef: float | Tensor = 1.0
-    """A float or a 0-dim tensor."""
 
     def __post_init__(self) -> None:
         _check_fraction("CovarianceKL.fraction", self.fraction)
@@ -225,35 +239,39 @@ class Objective:
 
     The factors of omega are token_weights, and those of rollout_correction, off_policy_delta, top_entropy_fraction and
     future_kl.
+
+    Args:
+        gate: the gate, which gives f.
+        ratio: the level of the ratio that the gate reads: "token", "sequence", "sequence-token" or "sequence-product".
+        kl: the term beta kl, or None.
+        entropy_coef: alpha, a float or a 0-dim tensor.
+        aggregate: w: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm" or
+            "prompt-mean". The seq-mean ones divide by the number of all responses, also of those without a valid token.
+            "prompt-mean" (ScaleRL, arXiv:2510.13786) divides by the number of prompts, and by the number of valid
+            tokens of the prompt's responses.
+        max_length: the length, in tokens, by which "seq-mean-token-sum-norm" divides sums.
+        max_log_ratio: above 0 and up to 80: every exponent is clamped to [-max_log_ratio, max_log_ratio].
+        rollout_correction: a weight of each token for the distance of the rollout policy from the old one, or None.
+        off_policy_delta: in nats: a response whose mean of `rollout - logp` exceeds it has no policy term where A < 0
+            (without rollout_logprobs, of `old - logp`). None: all have.
+        top_entropy_fraction: above 0 and up to 1: only this share of the valid tokens, those with the largest entropy,
+            has a policy term. None: all have.
+        future_kl: FIPO's weight of each token, or None.
+        covariance: a CovarianceClip makes f of some tokens 0, a CovarianceKL adds a penalty to it; None: neither.
     """
 
     gate: Gate = field(default_factory=Clip)  # torch.compile of 2.11 cannot trace an instance as the default
-    """The gate, which gives f."""
     ratio: RatioLevel = "token"
-    """The level of the ratio that the gate reads."""
     kl: KL | None = None
-    """The term beta kl, or None."""
     entropy_coef: float | Tensor = 0.0
-    """alpha, a float or a 0-dim tensor."""
     aggregate: Aggregation = "token-mean"
-    """w. The seq-mean ones divide by the number of all responses, also of those without a valid token. "prompt-mean"
-    (ScaleRL, arXiv:2510.13786) divides by the number of prompts, and by the number of valid tokens of the prompt's
-    responses."""
     max_length: int | None = None
-    """L_max of "seq-mean-token-sum-norm", in tokens."""
     max_log_ratio: float = 20.0
-    """Above 0 and up to 80: every exponent is clamped to [-max_log_ratio, max_log_ratio]."""
     rollout_correction: RolloutCorrection | None = None
-    """A weight of each token for the distance of the rollout policy from the old one."""
     off_policy_delta: float | None = None
-    """In nats: tokens with A < 0 have no policy term if `mean_t(rollout - logp)` of their response exceeds this number;
-    without rollout_logprobs, if `mean_t(old - logp)` does."""
     top_entropy_fraction: float | None = None
-    """Above 0 and up to 1: only this share of the valid tokens, those with the largest entropy, has a policy term."""
     future_kl: FutureKL | None = None
-    """FIPO's weight of each token."""
     covariance: CovarianceClip | CovarianceKL | None = None
-    """A CovarianceClip makes f of some tokens 0, a CovarianceKL adds a penalty to it."""
 
     def __post_init__(self) -> None:
         if not issubclass(type(self.gate), Gate):
@@ -304,3 +322,37 @@ class Objective:
             TypeError, ValueError: a field of the wrong type or value.
         """
         return dataclasses.replace(self, **changes)
+
+
+# --- what a preset takes beside its own arguments: the fields of an objective that it does not name -------------------
+
+
+class CommonFields(TypedDict, total=False):
+    """Those that no preset names."""
+
+    gate: Gate
+    ratio: RatioLevel
+    kl: KL | None
+    entropy_coef: float | Tensor
+    aggregate: Aggregation
+    max_log_ratio: float
+    rollout_correction: RolloutCorrection | None
+    top_entropy_fraction: float | None
+    future_kl: FutureKL | None
+    covariance: CovarianceClip | CovarianceKL | None
+
+
+class LengthFields(CommonFields, total=False):
+    """All but off_policy_delta."""
+
+    max_length: int | None
+
+
+class DeltaFields(CommonFields, total=False):
+    """All but max_length."""
+
+    off_policy_delta: float | None
+
+
+class ObjectiveFields(LengthFields, DeltaFields, total=False):
+    """All fields of `Objective`."""

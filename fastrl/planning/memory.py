@@ -95,15 +95,16 @@ def plan_memory(
         on_policy: True if the call has no `old_logprobs`.
         longest: number of tokens in the longest response; None: all tokens belong to one response.
         kept: number of ids that a `SamplingMask` records, over all tokens; 0: no sampling mask.
-        unrecorded: number of tokens that take the dense kernels although others have a recorded support: tokens
-            without a support, or with one wider than 1/10 of the vocabulary on a CPU (1/25 in 16 bits; on a GPU 1/40
-            and 1/150).
+        unrecorded: number of tokens that take the dense kernels although others have a recorded support: tokens without
+            a support, or with one wider than 1/10 of the vocabulary on a CPU (1/25 in 16 bits; on a GPU 1/40 and
+            1/150).
         device: "cuda" or "cpu"; None: the GPU if there is one. "cuda" without one means an H100.
         teacher_hidden: width of the teacher's hidden states, of the same dtype: the call is `linear_divergence`, to
             which objective, on_policy, longest and kept do not apply.
         gathered: number of ids whose log-probabilities are asked for, over all tokens: if not 0, the call is
             `linear_gathered_logprobs`, to which objective, on_policy and longest do not apply.
-        logits_dtype: as in `linear_token_logprobs`: None for `dtype`, or torch.float32.
+        logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
+            products, as in an engine that computes its head in float32.
 
     Returns:
         MemoryPlans. U = 2 N V H floating-point operations. Its `seconds`, of products, their sums, the row kernels and

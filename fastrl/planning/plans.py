@@ -18,7 +18,7 @@ outputs and gradients. It does not count the workspace of a matrix library.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -54,6 +54,8 @@ _CORES = os.cpu_count() or 1
 _forced: str | None = None
 #: The plan that runs now.
 running: ContextVar[Plan | None] = ContextVar("running", default=None)
+#: Is told of each plan before anything of it runs, and may raise: how `explain` learns what a call would do.
+observer: ContextVar[Callable[[Plan], None] | None] = ContextVar("observer", default=None)
 
 
 def fixed_bytes(call: Call, name: str) -> int:
@@ -230,6 +232,8 @@ def run(plan: Plan) -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
+    if (told := observer.get()) is not None:
+        told(plan)
     before = running.set(plan)
     try:
         yield

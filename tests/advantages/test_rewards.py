@@ -116,7 +116,7 @@ ONES = torch.ones(2, 3)
     ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, r"logprobs must have shape \(tokens,\).*\(2, 3\)"),
 )
 def test_bad_reward_input(changes):
-    good = {"scores": torch.ones(2), "logprobs": ONES, "ref_logprobs": ONES, "mask": ONES, "beta": 0.1}
+    good = {"scores": torch.ones(2), "logprobs": -ONES, "ref_logprobs": -ONES, "mask": ONES, "beta": 0.1}
     kl_penalized_rewards(**(good | changes))
 
 

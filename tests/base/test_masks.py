@@ -1,4 +1,4 @@
-"""Masks that hold something else than 0 and 1, and tokens behind the last response."""
+"""Masks that hold something else than 0 and 1; tokens behind the last response; NaN and probabilities as inputs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_is_neither_0_nor_1_never_counts_without_a_word(name: str, monkeypa
         with pytest.raises(ValueError, match=f"{argument} must hold only 0 and 1, got"):
             function(**{**given, argument: mask})
         with monkeypatch.context() as patch:
-            patch.setattr(checks, "values_are_checked", lambda tensor: checks._always)  # on a CPU as on a GPU
+            patch.setattr(checks, "values_are_checked", lambda tensor: checks.always)  # on a CPU as on a GPU
             found = numbers(function(**{**given, argument: right.to(dtype)}))
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
             if name.startswith("SamplingMask"):  # waits for the device in any case
@@ -128,7 +128,7 @@ def test_masked_tokens_behind_the_last_response_are_ignored(
 ) -> None:
     function, given = packed_functions()[name]
     if not read:
-        monkeypatch.setattr(checks, "values_are_checked", lambda tensor: checks._always)  # on a CPU as on a GPU
+        monkeypatch.setattr(checks, "values_are_checked", lambda tensor: checks.always)  # on a CPU as on a GPU
 
     def padded(key: str, value: Any, mask: int) -> Any:
         per_token = isinstance(value, Tensor) and value.shape[:1] == (8,)
@@ -171,3 +171,57 @@ def test_a_compiled_call_names_the_mask_that_its_graph_could_not_read() -> None:
     assert call(torch.ones(2, 3)).isfinite().all()
     with pytest.raises(ValueError, match="mask must hold only 0 and 1"):
         call(torch.full((2, 3), 0.5))
+
+
+# --- NaN, and probabilities in the place of log-probabilities ---------------------------------------------------------
+
+LOGPROBS = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs", "log_sum_sq_probs")
+LOGPROBS += ("chosen", "rejected", "chosen_logprobs", "rejected_logprobs", "ref_chosen", "ref_rejected")
+NUMBERS = (*LOGPROBS, "advantages", "token_weights", "entropy_weights", "entropy", "values", "returns", "old_values")
+NUMBERS += ("bootstrap", "kl", "rewards", "scores")
+#: Functions for which NaN means that there is no number.
+NAN_IS_NONE = ("group_advantages rewards", "rloo_advantages rewards", "kl_penalized_rewards scores")
+NAN_IS_NONE += ("optimal_token_baseline_advantages rewards",)
+WITH_NUMBERS = {
+    f"{name} {argument}": (function, given, argument)
+    for name, (function, given) in {**functions(), **more_functions()}.items()
+    for argument in NUMBERS
+    if argument in given and not name.startswith("SamplingMask") and f"{name} {argument}" not in NAN_IS_NONE
+}
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_nan_and_probabilities_are_refused(name: str) -> None:
+    function, given, argument = WITH_NUMBERS[name]
+    value = given[argument].detach().clone()
+    value.view(-1)[-1] = torch.nan
+    with fastrl.check_inputs():
+        function(**given)
+        with pytest.raises(ValueError, match=rf"^{argument}\[.*\d\] is nan and not masked$"):
+            function(**{**given, argument: value})
+        per_token = value.shape == given["mask"].shape if "mask" in given else False
+        if per_token or (argument == "advantages" and given["mask"].dim() == 2):
+            mask = given["mask"].clone()
+            mask[(-1, -1) if per_token and mask.dim() == 2 else -1] = 0  # the token, or all tokens of the response
+            function(**{**given, argument: value, "mask": mask})
+    function(**{**given, argument: value})
+    if argument not in LOGPROBS:
+        return
+    with pytest.raises(
+        ValueError, match=rf"^{argument}\[.*\d\] is .*, but a log-probability is at most 0: pass the log"
+    ):
+        function(**{**given, argument: torch.full_like(value, 0.3)})
+    rounded = given[argument].detach() * 0 + 1e-3  # as bfloat16 may round log 1
+    some = rounded - 2
+    some.view(-1)[-1] = 0.3
+    function(**{**given, argument: some})  # a single one may be a strange rounding
+    with fastrl.check_inputs():
+        function(**{**given, argument: rounded})
+        with pytest.raises(ValueError, match=rf"^{argument}\[.*\d\] is 0.3, but"):
+            function(**{**given, argument: some})
+
+
+def test_what_torch_compile_traces_is_not_read() -> None:
+    probabilities, given = torch.full((2, 3), 0.5), {"objective": fastrl.PPO(), "advantages": torch.ones(2)}
+    call = torch.compile(lambda x: fastrl.policy_loss(x, **given).loss, backend="eager", fullgraph=True)
+    assert call(probabilities).isfinite()

@@ -26,6 +26,7 @@ from vocabulary import target_stats
 import fastrl
 from fastrl.integrations import megatron, nemo_rl, slime
 from fastrl.integrations import verl as fast_verl
+from fastrl.integrations.liger import LigerFusedLinearScaledCrossEntropyTPFunction
 from fastrl.integrations.losses_from_logits import slime_loss
 
 CLOSE = verl_cases.CLOSE
@@ -182,30 +183,46 @@ def test_ignored_labels_count_nothing(ranks: Ranks) -> None:
         assert (gradient[IGNORED] == 0).all() and (gradient[~IGNORED] != 0).all()
 
 
-def head_of_ranks() -> list[Tensor] | None:
-    """verl's `linear_cross_entropy` with the group, of a head whose rows lie over the ranks."""
+def verls_head(*inputs: Tensor, group: Any) -> Any:
+    return fast_verl.linear_cross_entropy(*inputs, 0.7, "none", group)
+
+
+def ligers_head(*inputs: Tensor, group: Any) -> Any:
+    """As verl calls it (verl/utils/kernel/linear_cross_entropy.py, the backend "liger")."""
+    rows, weight, labels = inputs[0].reshape(-1, 8), inputs[1], inputs[2].reshape(-1)
+    apply = LigerFusedLinearScaledCrossEntropyTPFunction.apply
+    nll, entropy = apply(rows, weight, labels, group, temperature=0.7, ignore_index=-100, return_entropy=True)
+    return -nll, entropy
+
+
+def head_of_ranks(function: Callable[..., Any]) -> list[Tensor] | None:
+    """A head's function with the group, of a head whose rows lie over the ranks."""
     group = group_of(0, 1)
-    return None if group is None else scored_head(group)
+    return None if group is None else scored_head(function, group)
 
 
-def scored_head(group: Any) -> list[Tensor]:
+def scored_head(function: Callable[..., Any], group: Any) -> list[Tensor]:
     """Log-probabilities, entropies and both gradients; without a group of the whole head."""
     _, targets, upstream = posed()
     g = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(B, S, 8, generator=g).requires_grad_(), torch.randn(V, 8, generator=g)
     weight = (weight if group is None else weight.chunk(RANKS)[dist.get_rank()]).clone().requires_grad_()
-    logp, entropy = fast_verl.linear_cross_entropy(hidden, weight, targets, 0.7, "none", group)
+    logp, entropy = function(hidden, weight, targets, group=group)
     upstreams = [upstream.view(-1), upstream.view(-1).flip(0)]
     return [logp.detach(), entropy.detach(), *torch.autograd.grad([logp, entropy], [hidden, weight], upstreams)]
 
 
-def test_verls_fused_head_over_the_tensor_parallel_group(ranks: Ranks) -> None:
-    """The gradient of the hidden states is a rank's part of it: the kernel that it replaces sums nothing either."""
-    logp, entropy, d_hidden, d_weight = scored_head(None)
-    found = ranks.run(head_of_ranks)[:RANKS]
+@pytest.mark.parametrize("function", [verls_head, ligers_head])
+def test_fused_heads_over_the_tensor_parallel_group(ranks: Ranks, function: Callable[..., Any]) -> None:
+    """verl's kernel leaves a rank its part of the gradient of the hidden states; Liger's sums the parts."""
+    logp, entropy, d_hidden, d_weight = scored_head(verls_head, None)
+    found = ranks.run(head_of_ranks, function)[:RANKS]
     for rank, (own_logp, own_entropy, _, own_weight) in enumerate(found):
         expected = logp, entropy, d_weight.chunk(RANKS)[rank]
         torch.testing.assert_close((own_logp, own_entropy, own_weight), expected, **CLOSE)
+    if function is ligers_head:
+        torch.testing.assert_close((found[0][2], found[1][2]), (d_hidden, d_hidden), **CLOSE)
+        return
     torch.testing.assert_close(found[0][2] + found[1][2], d_hidden, **CLOSE)
     assert (found[0][2] - d_hidden).abs().max() > 0.1
 

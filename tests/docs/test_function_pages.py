@@ -7,6 +7,7 @@ import inspect
 import io
 import re
 import textwrap
+from typing import get_args, get_type_hints
 
 import pytest
 from page_tables import first_table
@@ -17,6 +18,7 @@ from fastrl.backend.cuda import row_forward_gradient as cluster_kernel
 from fastrl.losses import supports
 from fastrl.objectives import row_local
 from fastrl.objectives.objective import KL, RolloutCorrection
+from fastrl.objectives.preferences import _READS as READS
 from fastrl.objectives.presets import any_numbers
 from fastrl.objectives.row_local import Given, scope
 from fastrl.planning import budget
@@ -26,8 +28,8 @@ HAND_WRITTEN = (
     *("linear_policy_loss", "logits_policy_loss", "policy_loss", "linear_token_logprobs", "token_logprobs"),
     *("linear_cross_entropy", "linear_divergence", "topk_divergence", "gathered_logprobs", "linear_gathered_logprobs"),
     *("linear_preference_loss", "preference_loss", "linear_kto_loss", "kto_loss", "linear_dpo_loss", "dpo_loss"),
-    *("reward_model_loss", "SamplingMask", "Objective", "plan_memory", "use_backend", "backends", "check_inputs"),
-    *("group_advantages", "gae", "value_loss"),
+    *("reward_model_loss", "SamplingMask", "Objective", "explain", "plan_memory", "use_backend", "backends"),
+    *("check_inputs", "group_advantages", "gae", "value_loss"),
 )
 SECTIONS = ("Example", "What runs when", "Memory", "Precision", "See also")
 FUNCTIONS = {name: x for name in fastrl.__all__ if inspect.isfunction(x := getattr(fastrl, name))}
@@ -37,6 +39,30 @@ NEVER_RAISE = ("backends", "check_inputs")
 
 
 # --- docstrings -------------------------------------------------------------------------------------------------------
+
+
+#: Parameters that do not mean the same everywhere -> in how many senses. All others have one text, wherever they are.
+SENSES = {
+    "beta": 9,  # of the log-ratios, of scores, 1 / (2 beta), DRO, CPO, SimPO, ORPO, a KL reward, a mixture
+    "low": 9,
+    "high": 7,
+    "mask": 5,  # of responses, of a policy loss, of statistics, of advantages, of entries
+    "kind": 5,
+    "targets": 4,
+    "hidden": 4,
+    "denominator": 4,  # of tokens, pairs, responses, or what an aggregation divides by
+    "logprobs": 4,
+    "ref_logprobs": 4,
+    "rewards": 3,
+    "objective": 3,
+    "cu_seqlens": 3,
+    "clip": 3,
+    "ratio": 3,
+    "coef": 3,
+    **dict.fromkeys(("tp_group", "reduce_hidden_grad", "entropy", "token_weights", "group_ids", "values", "gamma"), 2),
+    **dict.fromkeys(("label_smoothing", "clip_high", "dual_clip", "fraction", "kl", "max_length"), 2),
+    **dict.fromkeys(("scores", "teacher_hidden"), 2),
+}
 
 
 def sections(text):
@@ -52,6 +78,8 @@ def sections(text):
             items[item[1]] = item[2]
         elif items is not None and line.startswith("    ") and not line.startswith("     "):
             items[line.strip()] = ""  # of Returns, or an item without a description
+        elif items and line.strip():
+            items[next(reversed(items))] += f" {line.strip()}"
     return found
 
 
@@ -81,7 +109,7 @@ def test_the_parser_finds_what_is_wrong():
         A number.
     """
     assert sections(text) == {
-        "Args": {"a, b": "shared.", "c": "a description", "The others": "as elsewhere."},
+        "Args": {"a, b": "shared.", "c": "a description that goes on: here.", "The others": "as elsewhere."},
         "Returns": {"A number.": ""},
     }
 
@@ -102,6 +130,45 @@ def test_a_methods_docstring_names_its_arguments(name, method):
     assert found.get("Returns") or found.get("Raises")
 
 
+def made_by_callers():
+    """The dataclasses that a caller makes: gates, objectives and their parts."""
+    return {name: kind for name, kind in CLASSES.items() if dataclasses.is_dataclass(kind) and name != "MemoryPlans"}
+
+
+@pytest.mark.parametrize("name", made_by_callers())
+def test_a_classs_docstring_names_its_arguments(name):
+    assert list(sections(CLASSES[name].__doc__)["Args"]) == [f.name for f in dataclasses.fields(CLASSES[name])]
+
+
+def test_a_parameter_has_the_same_text_wherever_it_means_the_same():
+    texts = {}
+    for name, documented in (FUNCTIONS | made_by_callers()).items():
+        for parameter, text in sections(documented.__doc__).get("Args", {}).items():
+            texts.setdefault(parameter, {}).setdefault(text, []).append(name)
+    del texts["**fields"]
+    wrong = {name: found for name, found in texts.items() if len(found) != SENSES.get(name, 1)}
+    assert wrong == {}
+    # A reader is not sent to another function for what an argument is.
+    assert [text for found in texts.values() for text in found if re.search(r"\bas in `", text)] == []
+
+
+@pytest.mark.parametrize("name", [*fastrl.PRESETS, *fastrl.PREFERENCES])
+def test_a_preset_lists_the_fields_that_it_takes(name):
+    preset = getattr(fastrl, name)
+    listed = re.findall(r"\w+", sections(preset.__doc__)["Args"]["**fields"].partition(": ")[2])
+    own = [parameter for parameter in parameters(preset) if parameter != "**fields"]
+    (fields,) = get_args(get_type_hints(preset)["fields"])
+    assert sorted(listed) == sorted(fields.__annotations__) and not set(own) & set(listed)
+    made = fastrl.Objective if name in fastrl.PRESETS else fastrl.Preference
+    types = get_type_hints(made)
+    assert get_type_hints(fields) == {field: types[field] for field in listed}
+    if made is fastrl.Objective:  # none is left out
+        assert {*own, *listed} >= {field.name for field in dataclasses.fields(made)}
+    else:
+        formula = preset().formula
+        assert {*own, *listed} == {"beta", "nll_coef", "average", "reference", *READS[formula]}
+
+
 def fields_of(kind):
     """Names of the fields of a dataclass or NamedTuple -> the docstrings under them."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
@@ -113,8 +180,8 @@ def fields_of(kind):
     return found
 
 
-@pytest.mark.parametrize("name", [n for n, kind in CLASSES.items() if n != "SamplingMask"])
-def test_every_field_has_a_docstring(name):
+@pytest.mark.parametrize("name", [n for n in CLASSES if n not in made_by_callers() and n != "SamplingMask"])
+def test_every_field_of_a_result_has_a_docstring(name):
     kind = CLASSES[name]
     names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(kind._fields)
     found = fields_of(kind)
@@ -124,7 +191,7 @@ def test_every_field_has_a_docstring(name):
 
 def test_no_description_begins_with_a_sign_that_markdown_takes_for_a_quotation():
     texts = {name: list(fields_of(kind).values()) for name, kind in CLASSES.items() if name != "SamplingMask"}
-    for name, x in (*FUNCTIONS.items(), *methods()):
+    for name, x in (*FUNCTIONS.items(), *methods(), *made_by_callers().items()):
         texts[name] = [text for items in sections(x.__doc__ or "").values() for text in items.values()]
     assert {name: t for name, found in texts.items() for t in found if t and t.startswith((">", "#", "- "))} == {}
 

@@ -19,6 +19,7 @@ PRINTERS = {
     "warnings.warn": (0, ""),
     "say": (0, "fastrl: "),
     "say_once": (1, ""),
+    "announce": (1, ""),
     "_fail": (0, "fastrl: "),
     "self.bar.write": (0, ""),
     "os.write": (1, ""),

@@ -73,6 +73,9 @@ def mistakes() -> Iterator[Callable[[], object]]:
         given = {"objective": fastrl.DAPO(), "advantages": advantages, "mask": mask} | options
         return lambda: fastrl.linear_policy_loss(hidden, head, targets, **given)
 
+    def inside(call: Callable[[], object]) -> Callable[[], object]:
+        return fastrl.check_inputs()(call)  # a context manager is a decorator too
+
     def twice() -> None:
         loss = wrong()().loss
         loss.backward(retain_graph=True)
@@ -91,8 +94,11 @@ def mistakes() -> Iterator[Callable[[], object]]:
     yield wrong(head=weight.bfloat16())
     yield wrong(advantages=advantages[:2])
     yield wrong(advantages=[1.0] * batch)
+    yield wrong(old_logprobs=mask / 2)
+    yield inside(wrong(advantages=advantages * torch.nan))
     yield wrong(objective=fastrl.GRPO())
     yield wrong(objective="grpo")
+    yield lambda: fastrl.DAPO(clip_lo=0.1)
     yield wrong(temperature=0.0)
     yield lambda: fastrl.linear_policy_loss(
         hidden.reshape(-1, width),

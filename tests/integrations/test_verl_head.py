@@ -1,5 +1,6 @@
 """verl's fused log-probabilities and entropies on fastrl against verl's own, and verl put back as it was."""
 
+import logging
 import re
 import sys
 
@@ -10,6 +11,7 @@ from places import ROOT
 from verl_cases import CLOSE
 
 import fastrl.integrations.verl as adapter
+from fastrl.planning import announce
 
 
 def head_inputs(shape):
@@ -52,7 +54,9 @@ def test_fused_linear_is_verls(core, shape, ids):
     torch.testing.assert_close(flat[2:], expected[2:], **CLOSE)
 
 
-def test_enable_puts_ours_in_and_disable_takes_it_out(core, monkeypatch, watch):
+def test_enable_puts_ours_in_says_so_and_disable_takes_it_out(core, monkeypatch, watch, caplog):
+    monkeypatch.setattr(announce, "_announced", set())
+    caplog.set_level(logging.INFO, "fastrl")
     functional = sys.modules["verl.utils.experimental.torch_functional"]
     kernel = sys.modules["verl.utils.kernel.linear_cross_entropy"]
     before = functional.FusedLinearForPPO, kernel.linear_cross_entropy
@@ -66,6 +70,8 @@ def test_enable_puts_ours_in_and_disable_takes_it_out(core, monkeypatch, watch):
         assert kernel.linear_cross_entropy is importer.linear_cross_entropy is adapter.linear_cross_entropy
         scored(functional.FusedLinearForPPO(impl_backend="liger").forward, (4,))
         assert [given["memory_budget"] for given in calls] == [32 << 20]
+        active, plan = caplog.messages
+        assert active == "fastrl is active in verl" and "verl's fused log-probabilities: plan recompute, 4U" in plan
     finally:
         adapter.disable()
     adapter.disable()

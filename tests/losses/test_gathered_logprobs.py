@@ -373,8 +373,8 @@ def test_bad_ids_have_named_errors(backend: str, backend_device: str) -> None:
         return out
 
     cases: list[tuple[Any, type[Exception], str]] = [
-        (ids.int(), TypeError, "ids must be one of torch.int64, got torch.int32"),
-        (ids.float(), TypeError, "ids must be one of torch.int64, got torch.float32"),
+        (ids.int(), TypeError, "ids must be torch.int64, got torch.int32"),
+        (ids.float(), TypeError, "ids must be torch.int64, got torch.float32"),
         ([[0]], TypeError, "ids must be a tensor, got list"),
         (
             ids[0],

@@ -331,7 +331,7 @@ def test_cu_seqlens_that_do_not_cover_the_tokens_give_nan_where_they_are_not_rea
     name: str, ends: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, where an index out of range would end all of the process's work, and a read would wait."""
-    monkeypatch.setattr(checks, "values_are_checked", lambda tensor: checks._always)  # on a CPU as on a GPU
+    monkeypatch.setattr(checks, "values_are_checked", lambda tensor: checks.always)  # on a CPU as on a GPU
     logits, tokens = torch.randn(8, 50, device=device, requires_grad=True), torch.zeros(8, device=device)
     given = {"old_logprobs": tokens - 4, "ref_logprobs": tokens - 4.5}
     given |= {"targets": tokens.long(), "objective": OBJECTIVES[name]}

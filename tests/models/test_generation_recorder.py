@@ -278,7 +278,7 @@ def test_bad_counts_and_completions(model: Any) -> None:
     wrong: dict[str, tuple[type[Exception], Any, Any]] = {
         r"completions must have shape \(4, T\), got \(3, 6\)": (ValueError, tokens[:3], None),
         r"completions must have shape \(4, T\), got \(6,\)": (ValueError, tokens[0], None),
-        "completions must be one of torch.int64, got torch.float32": (TypeError, tokens.float(), None),
+        "completions must be torch.int64, got torch.float32": (TypeError, tokens.float(), None),
         "completions must be a tensor, got list": (TypeError, tokens.tolist(), None),
         "completions must be a dense tensor .* got a meta tensor": (TypeError, tokens.to("meta"), None),
         r"counts must have shape \(4, 6\) \(the shape of completions\), got \(4": (ValueError, tokens, counts[:, :5]),

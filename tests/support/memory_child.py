@@ -87,6 +87,9 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
+    def logprobs(*shape: int) -> Tensor:
+        return -normal(*shape).abs()
+
     targets, mask = torch.randint(0, V, (B, T), generator=generator), torch.ones(B, T)
     logits = {"logits": normal(B, T, V).requires_grad_()}
     shapes = {"hidden": (B, T, H), "weight": (V, H), "bias": (V,)}
@@ -96,13 +99,13 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     per_token = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "token_weights", "entropy_weights")
     batch = {
         "advantages": normal(B),
-        **{k: mask.clone() if "weights" in k else normal(B, T) for k in per_token},
+        **{k: mask.clone() if "weights" in k else logprobs(B, T) for k in per_token},
         "entropy_threshold": torch.tensor(0.0),
         "denominator": denominator,
     }
     packed = {
         **{k: x.flatten() if x.ndim else x for k, x in batch.items()},
-        "logprobs": normal(B * T),
+        "logprobs": logprobs(B * T),
         "entropy": normal(B * T).abs(),
         "mask": mask.flatten(),
         "cu_seqlens": cu_seqlens,
@@ -135,28 +138,28 @@ def functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "logits_policy_loss sequence": (fastrl.logits_policy_loss, {**logits, **tokens, **whole}),
         "linear_policy_loss": (fastrl.linear_policy_loss, {**head, **tokens, **row_local}),
         "linear_policy_loss sequence": (fastrl.linear_policy_loss, {**head, **tokens, **whole}),
-        "linear_dpo_loss": (fastrl.linear_dpo_loss, {**head, **vocabulary, "ref_logprobs": normal(B)}),
+        "linear_dpo_loss": (fastrl.linear_dpo_loss, {**head, **vocabulary, "ref_logprobs": logprobs(B)}),
         "linear_preference_loss": (
             partial(fastrl.linear_preference_loss, objective=fastrl.CPO(reference=True)),
-            {**head, **vocabulary, "ref_logprobs": normal(B), "nll_mask": mask, "denominator": denominator},
+            {**head, **vocabulary, "ref_logprobs": logprobs(B), "nll_mask": mask, "denominator": denominator},
         ),
         "linear_kto_loss": (
             fastrl.linear_kto_loss,
-            {**head, **vocabulary, "ref_logprobs": normal(B), "desirable": torch.tensor([True, False])},
+            {**head, **vocabulary, "ref_logprobs": logprobs(B), "desirable": torch.tensor([True, False])},
         ),
         "KL": (partial(fastrl.KL, "k3"), {"coef": torch.tensor(0.1)}),
         "Objective": (fastrl.PPO, {"entropy_coef": torch.tensor(0.1)}),
     }
-    pairs = {k: normal(B) for k in ("chosen_logprobs", "rejected_logprobs", "ref_chosen", "ref_rejected")}
-    whole_pairs = {k: normal(B) for k in ("chosen", "rejected", "ref_chosen", "ref_rejected")}
+    pairs = {k: logprobs(B) for k in ("chosen_logprobs", "rejected_logprobs", "ref_chosen", "ref_rejected")}
+    whole_pairs = {k: logprobs(B) for k in ("chosen", "rejected", "ref_chosen", "ref_rejected")}
     whole_pairs |= {"chosen_lengths": torch.tensor([2, 3]), "rejected_lengths": torch.tensor([1, 2])}
     whole_pairs |= {"denominator": denominator, "nll_denominator": denominator}
-    unpaired = {"logprobs": normal(B), "ref_logprobs": normal(B), "desirable": torch.tensor([True, False])}
+    unpaired = {"logprobs": logprobs(B), "ref_logprobs": logprobs(B), "desirable": torch.tensor([True, False])}
     unpaired |= {"kl": normal(3), "denominator": denominator}
     groups = torch.tensor([0, 0])
     steps = {"step_rewards": normal(B, 2), "step_ends": torch.tensor([[0, 1], [0, 2]]), "group_ids": groups}
     critic = {**{k: normal(B, T) for k in ("values", "returns", "old_values")}, "denominator": denominator}
-    penalty = {k: normal(B, T) for k in ("logprobs", "ref_logprobs")} | {"beta": torch.tensor(0.1)}
+    penalty = {k: logprobs(B, T) for k in ("logprobs", "ref_logprobs")} | {"beta": torch.tensor(0.1)}
     ranked = {"scores": normal(B), "ranks": torch.tensor([1, 2]), "prompt_ids": groups}
     found |= {
         "dpo_loss": (fastrl.dpo_loss, pairs),

@@ -1,7 +1,7 @@
 """Files of other packages, loaded without what those packages import, and a batch for their policy losses.
 
-`make test` puts verl's and OpenRLHF's files, without their dependencies, into .venv/share/fastrl-peers; the modules
-under test import little of those, and stand-ins take their place.
+`make test` puts the files of verl, OpenRLHF and others, without their dependencies, into .venv/share/fastrl-peers; the
+modules under test import little of those, and stand-ins take their place.
 """
 
 import importlib.util

@@ -17,6 +17,7 @@ from fastrl import linear_divergence, linear_gathered_logprobs, linear_token_log
 from fastrl.integrations.distillation_options import divergence_of
 from fastrl.integrations.patching import say_once
 from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
+from fastrl.planning.announce import announces_plan
 
 _DISTILLATION = "trl.trainer.distillation_trainer"
 #: Used only if it is imported already: importing TRL's experimental modules warns.
@@ -73,6 +74,7 @@ class _Head(NamedTuple):
         return stats.entropy.sum()
 
 
+@announces_plan("TRL's distillation")
 def _chunked_divergence_loss(
     student_hidden_states: Tensor,  # (B, T, H)
     teacher_hidden_states: Tensor,  # (B, T, H_t)
@@ -135,6 +137,7 @@ def _chunked_divergence_loss(
     return loss, student.entropy_sum(mask, **options), count
 
 
+@announces_plan("TRL's asynchronous distillation")
 def _chunked_jsd_loss(
     hidden_valid: Tensor,  # (N, H)
     lm_head_weight: Tensor,  # (V, H)

@@ -31,8 +31,9 @@ from fastrl.integrations.trl.objective import (
 )
 from fastrl.integrations.trl.patches import FusedHead, check_layout, replaced_head
 from fastrl.models.adapters import unwrapped
-from fastrl.models.lm_head import LMHead, in_head
-from fastrl.models.patching import replaced
+from fastrl.models.lm_head import LMHead
+from fastrl.models.patching import in_head, replaced
+from fastrl.planning.announce import active, announces_plan
 from fastrl.planning.budget import parse_budget
 
 _STEP = "fastrl_step"  # the argument of the forward that `_add_step_forward` adds
@@ -64,9 +65,11 @@ class FastGRPOTrainer(GRPOTrainer):
             super().__init__(*args, **kwargs)
         self._why_not = _why_not_here(self)
         self._needs_fused(self._why_not)
-        if self._why_not is None and trl.__version__ != TESTED:
-            caveat = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed would not be noticed"
-            say_once(log, f"TRL {trl.__version__} has not been tested: {caveat}")
+        if self._why_not is None:
+            active(f"TRL {trl.__version__}")
+            if trl.__version__ != TESTED:
+                caveat = f"its loss reads nothing that {TESTED}'s does not, but a formula that changed is not noticed"
+                say_once(log, f"TRL {trl.__version__} has not been tested: {caveat}")
         model: Any = self.model
         _add_step_forward(model.get_base_model() if is_peft_model(model) else model)
 
@@ -213,6 +216,7 @@ class _Step:
         self.outputs = in_head(self.head, hidden, functools.partial(self._compute, options=options))
         return hidden.new_zeros(hidden.shape[0], dtype=torch.float32), None, None, None, None
 
+    @announces_plan("TRL's GRPO")
     def _compute(self, hidden: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
         rows = _Rows(self.batch, hidden, self.length)
         head = LMHead.of_module(self.head, hidden.dtype, options.pop("logit_scale"), options.pop("softcap"))

@@ -16,6 +16,7 @@ from fastrl.base.dependencies import how_to_install
 from fastrl.integrations.patching import exchange, say_once
 from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
 from fastrl.models.patching import replaced
+from fastrl.planning.announce import active, announces_plan
 from fastrl.planning.budget import parse_budget
 
 try:
@@ -53,6 +54,7 @@ class FusedHead:
     def __init__(self, original: Any, memory_budget: int | None) -> None:
         self.original, self.memory_budget = original, memory_budget
 
+    @announces_plan("the head of TRL's trainers")
     def apply(
         self,
         hidden: Tensor,
@@ -228,6 +230,7 @@ def enable(*, memory_budget: int | str | None = None) -> None:
         setattr(owner, name, fused)
     _head = FusedHead(getattr(utils, _HEAD), budget)
     setattr(utils, _HEAD, _head)
+    active(f"TRL {trl.__version__}")
 
 
 def disable() -> None:

@@ -26,8 +26,9 @@ from fastrl.integrations.patching import say_once
 from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
 from fastrl.integrations.trl.objective import reads
 from fastrl.models.balancing import asks_for_routers, balancing_loss
-from fastrl.models.lm_head import LMHead, decoder_of, in_head
-from fastrl.models.patching import replaced
+from fastrl.models.lm_head import LMHead, decoder_of
+from fastrl.models.patching import in_head, replaced
+from fastrl.planning.announce import announces_plan
 
 IGNORED = -100
 _FORWARD = "concatenated_forward"
@@ -102,6 +103,7 @@ def _next(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
+@announces_plan("TRL's pairs")
 def _scores(model: Any, pairs: _Pairs, hidden: Tensor, memory_budget: int | None) -> dict[str, Tensor]:
     """hidden (B, S, H) -> log-probabilities (B, S), and the mean logits of chosen and of rejected responses (2,)."""
     head, halves = LMHead.of(model), [pairs.chosen, hidden.shape[0] - pairs.chosen]

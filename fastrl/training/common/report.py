@@ -1,7 +1,7 @@
-"""The report of a run: `report.html`, one file that needs no network and no scripts, and `curves.png`.
+"""The report of a run, or of several beside each other: one HTML file that needs no network; and `curves.png`.
 
-Read from a run's directory: `metrics.jsonl` and, if present, `samples.jsonl`, `config.json` and `summary.json`. Any
-command's run works: a metric that is not named here gets a panel under "others".
+Read from a run's directory: `metrics.jsonl` and, if present, `samples.jsonl`, `facts.json`, `config.json` and
+`summary.json`. Any command's run works: a metric that is not named here gets a panel under "others".
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.report_curves import Panel, Series, draw_png, draw_svg, is_phase
-from fastrl.training.common.report_html import Page, page
+from fastrl.training.common.report_curves import COLOURS, Panel, Series, draw_png, draw_svg, is_phase, unit_of
+from fastrl.training.common.report_html import Run, direction, page
 
 # What `curves.png` shows, if present: panel title -> the metrics drawn in it.
 PANELS = {
@@ -32,6 +32,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("reward_std",),
         ("without_reward", "without_variance"),
         ("eval/",),
+        ("reward/",),
     ),
     "Loss, entropy and KL": (
         ("loss", "policy_loss"),
@@ -48,6 +49,8 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("entropy_coef",),
         ("accuracy",),
         ("margin",),
+        ("chosen_reward", "rejected_reward"),
+        ("nll",),
     ),
     "Ratios and clipping": (
         ("ratio_mean",),
@@ -74,50 +77,72 @@ TIMES = "time/"
 # Never drawn in `curves.png`: they describe how the run was made, not how it went.
 BACKGROUND = ("lr", "tokens", "memory/", "epoch", TIMES)
 SAMPLED_STEPS = 6
+# A metric that never leaves its usual value is named instead of drawn: 1 for these, for SETTINGS the first one, for
+# others 0, up to ROUNDING; unless there is a better direction, or it is one of NEWS, where a constant 0 is a finding.
+ONES = ("ratio_mean", "ratio_max", "gate_mean", "rollout_weight_mean", "rollout_ess", "kept")
+SETTINGS = ("lr", "kl_coef", "entropy_coef", "tokens")
+NEWS = ("reward_std", "entropy", "length", "grad_norm", "divergence", "cross_entropy")
+ROUNDING = 1e-6
 
 
 def main(argv: Sequence[str]) -> int:
-    """`fastrl report RUN_DIR`: write the report and print its path. Raises UserError for what the user can fix."""
-    parser = argparse.ArgumentParser(
-        prog="fastrl report",
-        description="Write a run's curves, samples, timings and config into RUN_DIR/report.html, a single file that any"
-        " browser opens from disk. The run may still be going on.",
-    )
-    parser.add_argument("directory", metavar="RUN_DIR", type=Path, help="the run's logging.output_dir")
-    print(write_report(parser.parse_args(argv).directory))
+    """`fastrl report RUN_DIR ...`: write the report and print its path. Raises UserError for what the user can fix."""
+    about = "Write a run's curves, samples, timings and config into one HTML file, which any browser opens from disk"
+    several = "of several runs the curves over each other, and how their configs differ. A run may still be going on."
+    parser = argparse.ArgumentParser(prog="fastrl report", description=f"{about}; {several}")
+    parser.add_argument("directories", metavar="RUN_DIR", type=Path, nargs="+", help="a run's logging.output_dir")
+    what = "the file to write (default: RUN_DIR/report.html; of several runs compare.html in the working directory)"
+    parser.add_argument("--output", metavar="FILE", type=Path, help=what)
+    arguments = parser.parse_args(argv)
+    print(write_report(*arguments.directories, output=arguments.output))
     return 0
 
 
-def write_report(directory: Path) -> Path:
-    """Write `report.html` into a run's directory, complete or not at all; returns its path.
+def write_report(*directories: Path, output: Path | None = None) -> Path:
+    """Write the report of one run, or of several, complete or not at all; returns its path.
 
-    Raises UserError for a directory without `metrics.jsonl`, and for a line or file that cannot be read; a last line
-    that is still being written is left out.
+    Args:
+        directories: The runs' directories, 1 to 7 different ones.
+        output: The file; by default `report.html` in the run's directory, of several runs `compare.html` here.
+
+    Raises:
+        UserError: For a directory without `metrics.jsonl` or one that is given twice, for more runs than colours, and
+            for a line or file that cannot be read or written. A last line that is still being written is left out.
     """
+    if len(directories) > len(COLOURS):
+        raise UserError(f"report: expected at most {len(COLOURS)} runs, one for each colour, got {len(directories)}")
+    steps = max(2, SAMPLED_STEPS // len(directories))
+    names = short_names([directory.resolve() for directory in directories])
+    runs = [_read_run(directory, name, steps) for directory, name in zip(directories, names, strict=True)]
+    groups, unchanged = panels(runs)
+    curves = {title: [draw_svg(panel) for panel in drawn] for title, drawn in groups.items()}
+    path = output or (directories[0] / "report.html" if len(runs) == 1 else Path("compare.html"))
+    unfinished = path.parent / f"{path.name}.{os.getpid()}.unfinished"  # a live run may be writing its own
+    try:
+        # A byte-level tokenizer can leave half a character behind, which UTF-8 cannot encode.
+        unfinished.write_text(page(runs, curves, unchanged), encoding="utf-8", errors="replace")
+        return unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot write it: {error.strerror}") from error
+
+
+def short_names(directories: Sequence[Path]) -> list[str]:
+    """The fewest last parts of each path, the same number for all, that tell them apart."""
+    for count in range(1, max(len(directory.parts) for directory in directories) + 1):
+        names = ["/".join(directory.parts[-count:]) for directory in directories]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"report: expected different runs, got {', '.join(map(str, directories))}")
+
+
+def _read_run(directory: Path, name: str, sampled_steps: int) -> Run:
     if not (directory / "metrics.jsonl").is_file():
         raise UserError(f"{directory}: expected a run's directory, but it holds no metrics.jsonl")
     records = read_records(directory / "metrics.jsonl")
-    samples = spread(read_records(directory / "samples.jsonl"), SAMPLED_STEPS)
-    config, summary = (_read_tree(directory / name) for name in ("config.json", "summary.json"))
-    metrics = series(records)
-    text = page(
-        Page(
-            name=directory.resolve().name,
-            steps=[record["step"] for record in records],
-            series=metrics,
-            sections={title: [draw_svg(panel) for panel in panels] for title, panels in sections(metrics).items()},
-            samples=samples,
-            config=config,
-            summary=summary,
-        )
-    )
-    unfinished = directory / f"report.{os.getpid()}.unfinished"  # a live run may be writing its own
-    try:
-        # A byte-level tokenizer can leave half a character behind, which UTF-8 cannot encode.
-        unfinished.write_text(text, encoding="utf-8", errors="replace")
-        return unfinished.replace(directory / "report.html")
-    except OSError as error:
-        raise UserError(f"{directory / 'report.html'}: cannot write it: {error.strerror}") from error
+    config, summary, facts = (_read_tree(directory / f"{file}.json") for file in ("config", "summary", "facts"))
+    samples = spread(read_records(directory / "samples.jsonl"), sampled_steps)
+    return Run(name, [record["step"] for record in records], series(records), samples, config, summary, facts)
 
 
 def plot_curves(records: Iterable[dict[str, Any]], picture: Path) -> None:
@@ -177,19 +202,51 @@ def _number(value: Any) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def sections(metrics: dict[str, Series]) -> dict[str, list[Panel]]:
-    """The report's panels by section: every metric is in exactly one of them, except the times, which share one."""
-    pending = dict(metrics)
-    result: dict[str, list[Panel]] = {}
+def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], dict[str, float]]:
+    """The panels to draw by section, and the metrics that are not drawn because they stood at their usual value.
+
+    The lines of a panel are the metrics of one run, or one metric of every run, in the runs' order.
+    """
+    lines = {name: [run.series.get(name, Series()) for run in runs] for run in runs for name in run.series}
+    pending = {name: usual_value(name, of_runs) for name, of_runs in lines.items()}
+    drawn: dict[str, list[Panel]] = {}
+    for title, groups in sections(lines).items():
+        for group in groups if len(runs) == 1 else [(name,) for names in groups for name in names]:
+            if all(pending[name] is not None for name in group):
+                continue
+            if len(runs) == 1:
+                parts = {name: lines[name][0] for name in group}
+            else:
+                parts = {run.name: line for run, line in zip(runs, lines[group[0]], strict=True)}
+            units = {unit_of(name) for name in group}
+            unit = units.pop() if len(units) == 1 else ""
+            drawn.setdefault(title, []).append(Panel(", ".join(group), parts, unit, key=len(group) > 1))
+            pending |= dict.fromkeys(group)
+    return drawn, {name: value for name, value in pending.items() if value is not None}
+
+
+def usual_value(name: str, lines: Sequence[Series]) -> float | None:
+    """The value at which the metric stood in all runs, if that says nothing of them; else None."""
+    values = [value for line in lines for value in line.values]
+    if name in SETTINGS:
+        return values[0] if all(value == values[0] for value in values) else None
+    usual = 1.0 if name in ONES else 0.0
+    says_something = direction(name) > 0 or name in NEWS or name.startswith(TIMES)
+    return None if says_something or not all(abs(value - usual) <= ROUNDING for value in values) else usual
+
+
+def sections(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
+    """The metrics of each panel by section: each metric is in exactly one, and the phases' times share one."""
+    pending = {name: name for name in names}
+    result: dict[str, list[tuple[str, ...]]] = {}
     for title, groups in SECTIONS.items():
-        panels = [{name: pending.pop(name) for name in names if name in pending} for names in _groups(groups, pending)]
-        result[title] = [Panel(", ".join(lines), lines) for lines in panels if lines]
-    times = {name: pending.pop(name) for name in list(pending) if name.startswith(TIMES)}
-    phases = {name: line for name, line in times.items() if is_phase(name)}
-    result[OTHERS] = [Panel(name, {name: line}) for name, line in pending.items()]
-    result["Time by phase"] = [Panel("seconds a step", phases)] if phases else []
-    result["Time by phase"] += [Panel(name, {name: line}) for name, line in times.items() if name not in phases]
-    return {title: panels for title, panels in result.items() if panels}
+        found = _groups(groups, pending)
+        result[title] = [tuple(pending.pop(name) for name in group if name in pending) for group in found]
+    times = [pending.pop(name) for name in list(pending) if name.startswith(TIMES)]
+    phases = tuple(filter(is_phase, times))
+    result[OTHERS] = [(name,) for name in pending]
+    result["Time by phase"] = [phases, *((name,) for name in times if name not in phases)]
+    return {title: [group for group in groups if group] for title, groups in result.items() if any(groups)}
 
 
 def _groups(groups: Iterable[tuple[str, ...]], names: Iterable[str]) -> Iterator[tuple[str, ...]]:

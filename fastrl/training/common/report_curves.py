@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import json
 import re
 from array import array
 from dataclasses import dataclass, field
@@ -14,26 +15,34 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 POINTS = 1000  # drawn per curve, at most
+POINTED_AT = 250  # whose values a page shows under the pointer, at most
 SMOOTHED_FROM = 200  # points; shorter curves are drawn as they are
-# The units of metrics that are not bare numbers.
+# The units of metrics that are not bare numbers; of times they are seconds.
 UNITS = {
-    "entropy": "nats",
-    "kl": "nats",
-    "approx_kl": "nats",
-    "kl_reference": "nats",
-    "divergence": "nats",
-    "teacher_logprob": "nats",
-    "cross_entropy": "nats",
-    "length": "tokens",
-    "memory/peak_gib": "GiB",
+    "nats per token": (
+        *("entropy", "kl", "approx_kl", "kl_reference", "divergence", "teacher_logprob", "cross_entropy", "nll"),
+        *("mismatch/abs_log_ratio", "mismatch/k3", "pretraining_loss"),
+    ),
+    "nats": ("rollout_log_weight_mean", "rollout_abs_log_weight_max"),
+    "share": (
+        *("without_reward", "without_variance", "kept", "truncated", "accuracy", "time/loss_share"),
+        *("clip_frac", "clip_frac_low", "clip_frac_high"),
+        *("rollout_ess", "rollout_frac_low", "rollout_frac_high", "rollout_frac_rejected"),
+    ),
+    "tokens": ("length", "tokens", "tool_tokens", "ratio_clamped", "masked_off_policy", "chosen_by_covariance"),
+    "updates": ("skipped_updates",),
+    "prompts": ("dropped_prompts",),
+    "steps": ("off_policy_steps",),
+    "GiB": ("memory/peak_gib",),
 }
 # Okabe and Ito's colours, which colour-blind readers can tell apart too, and a grey; then they repeat.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 # Colours in the SVG that the page's style replaces, so that it can be read on a dark background too.
-INK, GRID, BAD = "#010203", "#010204", "#c1272d"
-VARIABLES = {INK: "var(--ink)", GRID: "var(--line)", BAD: "var(--bad)"} | {
+INK, SOFT, GRID, BAD = "#010203", "#010205", "#010204", "#c1272d"
+VARIABLES = {INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--line)", BAD: "var(--bad)"} | {
     colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)
 }
 
@@ -63,10 +72,12 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A small chart: its title, and the metrics drawn in it by name."""
+    """A small chart: its title, and the lines drawn in it by name. With `key` the names stand in place of the title."""
 
     title: str
     lines: dict[str, Series]
+    unit: str = ""
+    key: bool = False
 
 
 def decimate(x: np.ndarray, y: np.ndarray, points: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
@@ -91,16 +102,33 @@ def smooth(y: np.ndarray) -> np.ndarray:
 
 
 def draw_svg(panel: Panel) -> str:
-    """The panel as an `<svg>` element for an HTML page, with real text and colours from the page's style."""
-    figure = Figure(figsize=(4.4, 2.5), layout="constrained")
+    """The panel as an `<svg>` element for an HTML page: real text, colours from the page's style, and no style in it.
+
+    Its attribute `data-plot` holds what a script needs to show values, as JSON: `box`, the axes' left, right, top and
+    bottom in units of the viewBox; `x` and `y`, the limits there; and `lines`, each [name, steps, values].
+    """
+    figure = Figure(figsize=(4.4, 2.7), layout="constrained")
     buffer = io.StringIO()
     # One salt per panel: the ids of two pictures on the same page must differ.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title, "text.parse_math": False}):
         axes = figure.subplots()
         _draw(axes, panel)
-        _style(axes)
+        _style(axes, panel)
         figure.savefig(buffer, format="svg", transparent=True)
-    return _inline(buffer.getvalue(), panel.title)
+    width, height = (72 * size for size in figure.get_size_inches())
+    place = axes.get_position()
+    box = (place.x0 * width, place.x1 * width, (1 - place.y1) * height, (1 - place.y0) * height)
+    plot = {
+        "box": [round(edge, 2) for edge in box],
+        "x": axes.get_xlim(),
+        "lines": [[name, *_points(line)] for name, line in panel.lines.items()],
+    }
+    return _inline(buffer.getvalue(), panel.title, json.dumps(plot, separators=(",", ":")))
+
+
+def _points(line: Series) -> tuple[list[int], list[float]]:
+    steps, values = decimate(*line.finite(), POINTED_AT)
+    return steps.tolist(), [float(f"{value:.5g}") for value in values]
 
 
 def draw_png(panels: list[Panel], picture: Path) -> None:
@@ -114,7 +142,6 @@ def draw_png(panels: list[Panel], picture: Path) -> None:
             axes = figure.add_subplot(rows, columns, place)
             _draw(axes, panel)
             axes.set_title(panel.title)
-            axes.set_xlabel("step")
             axes.grid(alpha=0.3)
             if len(panel.lines) > 1:
                 axes.legend()
@@ -136,19 +163,22 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.plot(x, y, label=name, marker=marker, **style)
         for step in decimate(bad := line.not_finite(), bad, 200)[0]:
             axes.axvline(step, ymax=0.06, color=BAD, linewidth=1.5)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
 
-def _style(axes: Axes) -> None:
-    names = axes.get_legend_handles_labels()[1]
-    if len(names) == 1:
-        unit = "s" if is_phase(names[0]) else UNITS.get(names[0])
-        axes.set_title(f"{names[0]} [{unit}]" if unit else names[0], loc="left", fontsize=9, color=INK)
-    else:
+def _style(axes: Axes, panel: Panel) -> None:
+    if panel.key:
         legend: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 3, "borderaxespad": 0.2}
-        axes.legend(frameon=False, fontsize=8, labelcolor=INK, handlelength=1.2, columnspacing=1.0, **legend)
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK, handlelength=1.0, columnspacing=0.8, **legend)
+    else:
+        axes.set_title(panel.title, loc="left", fontsize=9.5, color=INK)
+    axes.set_ylabel(panel.unit)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set(fontsize=8.5, color=SOFT)
     axes.ticklabel_format(axis="y", scilimits=(-3, 5))
-    axes.tick_params(labelsize=7.5, colors=INK)
-    axes.yaxis.get_offset_text().set(fontsize=7.5, color=INK)
+    axes.tick_params(labelsize=8.5, colors=INK, length=0)
+    axes.yaxis.get_offset_text().set(fontsize=8.5, color=INK)
     axes.grid(True, color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
@@ -161,15 +191,28 @@ def is_phase(name: str) -> bool:
     return name.startswith("time/") and not name.endswith("_share")
 
 
-def _inline(svg: str, title: str) -> str:
+def unit_of(name: str) -> str:
+    """The metric's unit, empty for a bare number."""
+    return "s" if is_phase(name) else next((unit for unit, names in UNITS.items() if name in names), "")
+
+
+def _inline(svg: str, title: str, plot: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # HTML knows the namespaces; style and font are the page's; nothing refers to the ids of groups, which would repeat
     # in every picture.
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg, count=2)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"font-family: [^;\"]*;", "", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    for colour, variable in VARIABLES.items():
-        svg = svg.replace(f": {colour}", f": {variable}")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}, by step"', 1)
+    svg = re.sub(r"\s*\n\s*", " ", svg)
+    svg = re.sub(r'style="([^"]*)"', lambda match: _attributes(match[1]), svg)  # a page's policy forbids the former
+    about = f'role="img" aria-label="{html.escape(title)}, by step" data-plot="{html.escape(plot)}"'
+    return svg.replace("<svg", f"<svg {about}", 1)
+
+
+def _attributes(style: str) -> str:
+    """The style's properties as attributes of their own, without those that are the page's."""
+    pairs = [part.partition(":") for part in style.split(";") if part.strip()]
+    properties = {name.strip(): value.strip() for name, _, value in pairs}
+    kept = properties.keys() - {"font-family", "stroke-linejoin", "stroke-linecap"}
+    return " ".join(f'{name}="{VARIABLES.get(properties[name], properties[name])}"' for name in sorted(kept))

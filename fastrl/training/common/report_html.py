@@ -1,20 +1,19 @@
-"""The page of a run's report. Everything from the run is escaped, because a completion may hold any text."""
+"""The page of a report. Everything from a run is escaped, because a completion may hold any text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from string import Template
 from typing import Any
 
 import numpy as np
 
 from fastrl.training.common.report_curves import COLOURS, Series, is_phase
+from fastrl.training.common.report_page import dot, duration, fill, number, table
+from fastrl.training.common.report_samples import samples_of
 
-ROWS = 16  # samples shown per step
-CHARACTERS = 4000  # shown of each prompt and completion
 # Metrics with a better direction: the last parts of their names; others under "eval/" count as HIGHER.
 HIGHER = ("reward", "accuracy", "margin", "exact_match")
 LOWER = ("loss", "perplexity", "divergence", "cross_entropy")
@@ -25,79 +24,128 @@ STEP = "time/step"
 
 
 @dataclass(frozen=True)
-class Page:
-    """What the report shows; `sections` holds finished `<svg>` elements by title, `samples` a step's records."""
+class Run:
+    """What a report shows of a run; `samples` holds the records of some steps, `facts` what `facts.json` says."""
 
     name: str
     steps: list[int]
     series: dict[str, Series]
-    sections: dict[str, list[str]]
     samples: dict[int, list[dict[str, Any]]]
     config: dict[str, Any]
     summary: dict[str, Any]
+    facts: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        """The objective's name and the model, as far as they are known; else the directory's name."""
+        tables = [self.config.get(name) for name in ("objective", "model", "distillation")]
+        objective, model, distillation = (table if isinstance(table, dict) else {} for table in tables)
+        name = "distillation" if distillation.get("policy_coef") == 0 else objective.get("name")
+        source = self.facts.get("model") or model.get("path") or model.get("config")
+        where = "/".join(str(source).rstrip("/").split("/")[-2:]) if source else None
+        return " · ".join(str(part) for part in (self.facts.get("objective") or name, where) if part) or self.name
 
 
-def page(content: Page) -> str:
-    """The whole HTML file. It loads nothing: no script, style, font or picture from anywhere."""
-    curves = ""
-    for heading, pictures in content.sections.items():
-        figures = "".join(f"<figure>{svg}</figure>" for svg in pictures)
-        curves += f'<h2>{escape(heading)}</h2>\n<div class="panels">{figures}</div>\n'
-    body = [
-        f"<h1>{escape(title(content))}</h1>",
-        _facts(content),
-        _best(content.series),
-        curves,
-        _timings(content.series),
-        _samples(content.samples),
-        _config(content.config),
-    ]
-    return _PAGE.substitute(title=escape(title(content)), body="\n".join(part for part in body if part))
+def page(runs: Sequence[Run], curves: dict[str, list[str]], unchanged: dict[str, float]) -> str:
+    """The whole HTML file, which loads nothing from anywhere.
+
+    Args:
+        runs: One run, or several to compare.
+        curves: Section -> finished `<svg>` elements.
+        unchanged: The metrics that are not drawn, each with its value.
+    """
+    several = len(runs) > 1
+    title = " | ".join(run.name for run in runs) if several else runs[0].title
+    facts = [facts_of(run) for run in runs]
+    body = [f"<h1>{escape(title)}</h1>", _beside(runs, facts) if several else _facts({"run": runs[0].name} | facts[0])]
+    body.append(_best(runs))
+    if several:
+        differ = _beside(runs, _different([dict(flatten(run.config)) for run in runs]))
+        body.append(f"<h2>How the configs differ</h2>\n{differ}")
+    if unchanged:
+        names = ", ".join(f"{name} ({number(value)})" for name, value in unchanged.items())
+        body.append(f'<p class="soft">Not drawn, because they kept their usual value: {escape(names)}</p>')
+    for heading, svgs in curves.items():
+        figures = "".join(f"<figure>{svg}</figure>" for svg in svgs)
+        body.append(f'<h2>{escape(heading)}</h2>\n{_key(runs)}<div class="panels">{figures}</div>')
+    for name, run in zip(_names(runs), runs, strict=True):
+        body += [f"<h3>{name}</h3>" if several else "", _timings(run.series)]
+    body.append("<h2>Samples</h2>" if any(run.samples for run in runs) else "")
+    for name, run in zip(_names(runs), runs, strict=True):
+        body += [samples_of(run.samples, run.config, f"{name}, " if several else "")]
+    if runs[0].config and not several:
+        rows = [(escape(name), f"<code>{escape(value)}</code>") for name, value in flatten(runs[0].config)]
+        body.append(f"<h2>Config</h2>\n{table(('field', 'value'), rows)}")
+    return fill(escape(title), "\n".join(part for part in body if part))
 
 
-def title(content: Page) -> str:
-    """The objective's name and the model, as far as the config has them; else the directory's name."""
-    tables = [content.config.get(name) for name in ("objective", "model", "distillation")]
-    objective, model, distillation = (table if isinstance(table, dict) else {} for table in tables)
-    source = model.get("path") or model.get("config")
-    name = "distillation" if distillation.get("policy_coef") == 0 else objective.get("name")
-    parts = [name, str(source).rstrip("/").split("/")[-1] if source else None]
-    return " · ".join(str(part) for part in parts if part) or content.name
+def _names(runs: Sequence[Run]) -> list[str]:
+    """The runs' names in HTML, each with the colour of its lines if there are several."""
+    dots = [dot(f"var(--c{i})") if len(runs) > 1 else "" for i in range(len(runs))]
+    return [f'<span class="name">{mark}{escape(run.name)}</span>' for mark, run in zip(dots, runs, strict=True)]
 
 
-def _facts(content: Page) -> str:
-    steps = content.steps
-    facts = {"run": content.name, "steps": f"{steps[0]:,} to {steps[-1]:,}" if steps else "none yet"}
-    if STEP in content.series:
-        facts["time in steps"] = duration(float(content.series[STEP].finite()[1].sum()))
-    if isinstance(seconds := content.summary.get("seconds"), int | float):
-        facts["time of the last start"] = duration(seconds)
-    if content.summary.get("interrupted"):
-        facts["interrupted by"] = str(content.summary["interrupted"])
-    bad = {name: len(line.not_finite()) for name, line in content.series.items()}
-    if any(bad.values()):
-        facts["not finite"] = ", ".join(f"{name} ({n:,} times)" for name, n in bad.items() if n)
-    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+def _key(runs: Sequence[Run]) -> str:
+    names = "".join(f"<li>{name}</li>" for name in _names(runs))
+    return f'<ul class="key">{names}</ul>\n' if len(runs) > 1 else ""
+
+
+def _facts(facts: dict[str, str]) -> str:
+    cells = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in facts.items())
     return f'<dl class="facts">{cells}</dl>'
 
 
-def _best(series: dict[str, Series]) -> str:
+def _beside(runs: Sequence[Run], tables: Sequence[dict[str, str]]) -> str:
+    """A table with a column for each run."""
+    labels = dict.fromkeys(label for of_run in tables for label in of_run)
+    rows = [(escape(label), *(escape(of_run.get(label, "–")) for of_run in tables)) for label in labels]
+    return f'<div class="beside">{table(("", *_names(runs)), rows)}</div>'
+
+
+def _different(tables: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Each table without the entries that all have alike."""
+    alike = set.intersection(*(set(of_run.items()) for of_run in tables))
+    return [{label: text for label, text in of_run.items() if (label, text) not in alike} for of_run in tables]
+
+
+def facts_of(run: Run) -> dict[str, str]:
+    """What is known of the run and its course, as label -> text."""
+    steps = run.steps
+    facts = {label: str(value) for label, value in run.facts.items()}
+    facts["steps"] = f"{steps[0]:,} to {steps[-1]:,}" if steps else "none yet"
+    if STEP in run.series:
+        facts["time in steps"] = duration(float(run.series[STEP].finite()[1].sum()))
+    if isinstance(seconds := run.summary.get("seconds"), int | float):
+        resumed = any(label.startswith("resumed") for label in run.facts)
+        facts["time since resumed" if resumed else "time of the command"] = duration(seconds)
+    if run.summary.get("interrupted"):
+        facts["interrupted by"] = str(run.summary["interrupted"])
+    bad = {name: len(line.not_finite()) for name, line in run.series.items()}
+    if any(bad.values()):
+        facts["not finite"] = ", ".join(f"{name} ({n:,} times)" for name, n in bad.items() if n)
+    return facts
+
+
+def _best(runs: Sequence[Run]) -> str:
     rows = []
-    for name, line in series.items():
+    known = dict.fromkeys(name for run in runs for name in run.series)
+    for name in known:
         # A policy's surrogate says nothing about progress: on-policy it is always about 0.
-        sign = 0 if name in ("loss", "policy_loss") and "policy_loss" in series else direction(name)
-        steps, values = line.finite()
-        if sign and len(values):
-            best = int(np.argmax(sign * values))
-            end = "highest" if sign > 0 else "lowest"
-            rows.append((escape(name), number(values[-1]), number(values[best]), f"{steps[best]:,}", end))
-    return _table(("metric", "last", "best", "at step", "best is"), rows) if rows else ""
+        sign = 0 if name in ("loss", "policy_loss") and "policy_loss" in known else direction(name)
+        for label, run in zip(_names(runs), runs, strict=True):
+            steps, values = run.series.get(name, Series()).finite()
+            if sign and len(values):
+                at = int(np.argmax(sign * values))
+                best = f"{number(values[at])} ({'highest' if sign > 0 else 'lowest'}, at step {steps[at]:,})"
+                rows.append((escape(name), *([label] if len(runs) > 1 else []), number(values[-1]), best))
+    head = ("metric", *(["run"] if len(runs) > 1 else []), "last", "best")
+    return table(head, rows) if rows else ""
 
 
 def direction(name: str) -> int:
     """1 for a metric that is better when higher, -1 when lower, 0 for one that has no better direction."""
     last = name.split("/")[-1]
-    if name.startswith("time/"):
+    if name.startswith("time/") or last in ("chosen_reward", "rejected_reward"):  # their difference counts
         return 0
     if last in LOWER or last.endswith("_loss"):
         return -1
@@ -116,8 +164,8 @@ def _timings(series: dict[str, Series]) -> str:
         for name, v in times.items()
     ]
     inside = {name: float(v.sum()) for name, v in times.items() if name not in (STEP, *NESTED)}
-    table = _table(("phase", "records", "mean [s]", "total [s]", f"share of {STEP}"), rows)
-    return f"{_bar(inside, max(step, sum(inside.values())))}{table}"
+    head = ("phase", "records", "mean [s]", "total [s]", "share of step")
+    return f"{_bar(inside, max(step, sum(inside.values())))}{table(head, rows)}"
 
 
 def _bar(parts: dict[str, float], whole: float) -> str:
@@ -126,45 +174,14 @@ def _bar(parts: dict[str, float], whole: float) -> str:
         return ""
     parts = parts | {"rest": whole - sum(parts.values())}
     colours = {name: f"var(--c{i % len(COLOURS)})" for i, name in enumerate(parts)} | {"rest": "var(--line)"}
-    bar = "".join(
-        f'<span style="width:{100 * part / whole:.3f}%;background:{colours[name]}"></span>'
-        for name, part in parts.items()
-    )
-    key = "".join(
-        f'<li><i style="background:{colours[name]}"></i>{escape(name)} {part / whole:.1%}</li>'
-        for name, part in parts.items()
-    )
-    return f'<div class="bar">{bar}</div><ul class="key">{key}</ul>\n'
-
-
-def _samples(samples: dict[int, list[dict[str, Any]]]) -> str:
-    parts = []
-    for step, rows in samples.items():
-        cells = []
-        for row in rows[:ROWS]:
-            prompt, completion = (f'<td class="text">{_text(row.get(name))}</td>' for name in ("prompt", "completion"))
-            cells.append((prompt, completion, f"<td>{_reward(row.get('reward'))}</td>"))
-        more = f"<p>and {len(rows) - ROWS:,} more</p>" if len(rows) > ROWS else ""
-        parts.append(f"<h3>step {step:,}</h3>\n{_table(('prompt', 'completion', 'reward'), cells, bare=True)}{more}")
-    return "<h2>Samples</h2>\n" + "\n".join(parts) if parts else ""
-
-
-def _text(value: Any) -> str:
-    """A prompt or completion; for a chat, the roles and their messages."""
-    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
-        return "".join(f"<b>{escape(str(m.get('role', '')))}</b> {_text(m.get('content'))}<br>" for m in value)
-    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    cut = f" <em>and {len(text) - CHARACTERS:,} more characters</em>" if len(text) > CHARACTERS else ""
-    return escape(text[:CHARACTERS]) + cut
-
-
-def _reward(value: Any) -> str:
-    return "–" if value is None else number(value) if isinstance(value, int | float) else escape(str(value))
-
-
-def _config(config: dict[str, Any]) -> str:
-    rows = [(escape(name), f"<code>{escape(value)}</code>") for name, value in flatten(config)]
-    return f"<h2>Config</h2>\n{_table(('field', 'value'), rows)}" if rows else ""
+    key = "".join(f"<li>{dot(colours[name])}{escape(name)} {part / whole:.1%}</li>" for name, part in parts.items())
+    bar, start = "", 0.0
+    for name, part in parts.items():
+        width = 100 * part / whole
+        bar += f'<rect x="{start:.3f}" width="{width:.3f}" height="1" fill="{colours[name]}"/>'
+        start += width
+    bar = f'<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">{bar}</svg>'
+    return f'{bar}<ul class="key">{key}</ul>\n'
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
@@ -174,78 +191,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]
             yield from flatten(value, f"{prefix}{name}.")
         elif value is not None:
             yield f"{prefix}{name}", json.dumps(value, ensure_ascii=False)
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], bare: bool = False) -> str:
-    """A table that scrolls sideways if necessary; cells are HTML, with their own tags if `bare`."""
-    top = "".join(f"<th>{name}</th>" for name in head)
-    lines = ("".join(cell if bare else f"<td>{cell}</td>" for cell in row) for row in rows)
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table><tr>{top}</tr>\n{body}</table></div>\n'
-
-
-def number(value: float) -> str:
-    """Four significant digits."""
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in hours, minutes and seconds, as far as they matter."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours:,} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.3g} s"
-
-
-_PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>$title</title>
-<style>
-:root {
-  color-scheme: light dark;
-  --ink: #1f2328; --soft: #59636e; --line: #d8dde2; --ground: #ffffff; --bad: #c1272d;
-  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #b8568f; --c4: #b87f00; --c5: #3a9bd9; --c6: #7f7f7f;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ink: #e3e6ea; --soft: #9aa4af; --line: #3a4149; --ground: #15181c; --bad: #ff6b6b;
-    --c0: #56b4e9; --c1: #ff8a3d; --c2: #2fc79a; --c3: #e39ac6; --c4: #e6b23a; --c5: #9cd3f5; --c6: #a6a6a6;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 2rem auto 4rem; padding: 0 1rem; max-width: 72rem; background: var(--ground); color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-}
-h1 { font-size: 1.6rem; margin: 0 0 1rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 2.5rem 0 0.75rem; padding-bottom: 0.25rem; border-bottom: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 1.5rem 0 0.5rem; }
-.facts { display: grid; grid-template-columns: max-content 1fr; gap: 0.1rem 1.25rem; margin: 0 0 1.25rem; }
-dt, th { color: var(--soft); font-weight: 500; }
-dd { margin: 0; overflow-wrap: anywhere; }
-.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); gap: 1rem; }
-figure { margin: 0; }
-svg { display: block; width: 100%; height: auto; }
-svg * { stroke-linejoin: round; stroke-linecap: butt; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.25rem 1.25rem 0.25rem 0; text-align: left; vertical-align: top; }
-tr + tr { border-top: 1px solid var(--line); }
-td.text { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 14rem; font: 13px/1.45 ui-monospace, monospace; }
-code { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere; }
-.bar { display: flex; height: 1.4rem; border-radius: 3px; overflow: hidden; }
-.key { display: flex; flex-wrap: wrap; gap: 0.2rem 1.25rem; margin: 0.5rem 0 1rem; padding: 0; list-style: none; }
-.key i { display: inline-block; width: 0.7rem; height: 0.7rem; margin-right: 0.4rem; border-radius: 2px; }
-</style>
-</head>
-<body>
-$body
-</body>
-</html>
-""")

@@ -1,9 +1,11 @@
 """A step's experience: completions with rewards, log-probabilities and advantages, ready for the updates."""
 
 import bisect
+import json
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from fastrl import (
     rloo_advantages,
 )
 from fastrl.base.errors import UserError
+from fastrl.training.common.checksums import json_value
+from fastrl.training.common.data import Example
 from fastrl.training.common.distillation import check_sampled
 from fastrl.training.common.health import describe
 from fastrl.training.common.policy import Policy
@@ -30,6 +34,8 @@ from fastrl.training.common.reward import Steps
 from fastrl.training.common.rollout import Rollout, completion_texts, join, rollout_logprobs, rollout_statistics
 from fastrl.training.common.timing import timed
 from fastrl.training.rl.run import Run
+
+LOGGED = 2000  # characters of a row's column in a sample
 
 
 def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str, object]]]:
@@ -97,18 +103,21 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         texts = completion_texts(run.policy, rollout)
         with timed("time/reward", numbers):
             new_earned, parts = run.rewards.parts(examples, texts)
-            steps += steps_reward.steps(examples, texts) if steps_reward else [[] for _ in texts]
-        new_rewards = _priced(new_earned, rollouts[-1], rewards.overlong_cache)
+            new_steps = steps_reward.steps(examples, texts) if steps_reward else [[] for _ in texts]
+        prices = _prices(rollout, rewards.overlong_cache)
+        new_rewards = [None if x is None else x + price for x, price in zip(new_earned, prices, strict=True)]
+        steps += new_steps
         earned += new_earned
         groups += [first_group + row // settings.num_generations for row in range(len(texts))]
         values += new_rewards
         for name, scores in parts.items():
             by_scorer.setdefault(name, []).extend(scores)
-        shown = slice(run.config.logging.samples - len(samples))
-        for example, text, value, origin in zip(
-            examples[shown], texts[shown], new_rewards[shown], _origins(run, rollout)[shown], strict=True
-        ):
-            samples.append({"prompt": example.prompt, "completion": text, "reward": value, **origin})
+        fields: dict[str, Sequence[object]] = {"completion": texts, "reward": new_rewards, **_origins(run, rollout)}
+        if rewards.overlong_cache is not None:
+            fields["length_price"] = prices
+        if steps_reward is not None:
+            fields["steps"] = new_steps
+        samples += _samples(examples[: max(run.config.logging.samples - len(samples), 0)], fields, parts)
         compared = _compared_rewards(settings.dynamic_sampling_reward, decoupled, earned, by_scorer)
         kept = list(range(len(values)))
         if run.config.rewarded:
@@ -138,22 +147,37 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
     return rollout.select(rows), [steps[row] for row in kept], samples
 
 
-def _origins(run: Run, rollout: Rollout) -> list[dict[str, object]]:
+def _origins(run: Run, rollout: Rollout) -> dict[str, list[int]]:
     """Each completion's number in the run, and the step whose weights drew it; nothing of the policy's own."""
     serial, step = rollout.serial, rollout.weights_step
     if serial is None or step is None or run.config.rollout.engine == "transformers":
-        return [{}] * len(rollout.input_ids)
-    pairs = zip(serial.tolist(), step.tolist(), strict=True)
-    return [{"serial": number, "weights_step": weights} for number, weights in pairs]
+        return {}
+    return {"serial": serial.tolist(), "weights_step": step.tolist()}
 
 
-def _priced(values: list[float | None], rollout: Rollout, cache: int | None) -> list[float | None]:
-    """The rewards with the length penalty, if there is one."""
-    if cache is None:
-        return values
+def _samples(
+    examples: Sequence[Example], fields: dict[str, Sequence[object]], parts: dict[str, list[float | None]]
+) -> list[dict[str, object]]:
+    """The samples of these examples for the log: a row with what was asked, `fields`, and the parts of the reward."""
+    given = {"prompt": [x.prompt for x in examples], "columns": [_shortened(x.columns) for x in examples]}
+    fields = {**given, **fields}
+    if parts:
+        fields["rewards"] = [dict(zip(parts, scores, strict=True)) for scores in zip(*parts.values(), strict=True)]
+    return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=False)]
+
+
+def _shortened(columns: dict[str, Any]) -> dict[str, Any]:
+    """A row's columns for the log, in which a long one, such as a program's tests, is cut."""
+    texts = {name: x if isinstance(x, str) else json.dumps(x, default=json_value) for name, x in columns.items()}
+    return {name: x if len(texts[name]) <= LOGGED else texts[name][:LOGGED] + " ..." for name, x in columns.items()}
+
+
+def _prices(rollout: Rollout, cache: int | None) -> list[float]:
+    """What each completion's length adds to its reward, 0 or less."""
     lengths = rollout.completion_mask.sum(1)  # of which rollout.max_new_tokens is the limit, tools' tokens included
-    prices = overlong_penalty(lengths, max_length=rollout.targets.shape[1], cache=cache).tolist()
-    return [None if value is None else value + price for value, price in zip(values, prices, strict=True)]
+    if cache is None:
+        return [0.0] * len(lengths)
+    return overlong_penalty(lengths, max_length=rollout.targets.shape[1], cache=cache).tolist()
 
 
 def _compared_rewards(

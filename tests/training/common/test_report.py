@@ -1,8 +1,11 @@
 """`fastrl report`: all of a run is in one file that loads nothing, and nothing of a run can break out of it."""
 
+import base64
+import hashlib
 import itertools
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import fastrl
 from fastrl.base.errors import UserError
 from fastrl.cli import main
 from fastrl.training.common import report
-from fastrl.training.common.report_curves import UNITS, decimate, smooth
+from fastrl.training.common.report_curves import UNITS, Panel, decimate, draw_svg, smooth
 from fastrl.training.common.report_html import NESTED, direction, duration
 
 LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss", "entropy", "kl", "approx_kl", "accuracy", "margin")
@@ -83,6 +86,8 @@ def make_run(path):
         "reward": {"function": EVIL},
     }
     (path / "config.json").write_text(json.dumps(config))
+    facts = {"started": "2026-11-28 09:00 UTC", "objective": "sapo", "model": "someone/a-model", "seed": "17"}
+    (path / "facts.json").write_text(json.dumps(facts))
     (path / "summary.json").write_text(json.dumps({"steps": 40, "seconds": 3750.0, "interrupted": "SIGTERM"}))
 
 
@@ -119,7 +124,8 @@ def report_of(tmp_path):
 def test_the_page_shows_the_run(page):
     for name in NAMES:
         assert name in page.text
-    assert "sapo · a-model" in page.text
+    assert "sapo · someone/a-model" in page.text
+    assert "2026-11-28 09:00 UTC" in page.words and "17" in page.words
     assert "1 h 02 min" in page.text and "SIGTERM" in page.text and "1 to 40" in page.text
     assert "grad_norm (1 times)" in page.text
     assert "objective.presets.gspo.clip_low" in page.text and "0.125" in page.text
@@ -133,11 +139,41 @@ def test_samples_are_of_steps_spread_over_the_run(page):
     assert max(np.diff(shown)) == 10
 
 
+def test_a_sample_says_what_was_expected_and_how_its_reward_came_about(report_of, tmp_path):
+    shared = {"step": 1, "prompt": "6 x 7 =", "columns": {"answer": "42", "tests": "x" * 1000, "parts": [{"a": 1}]}}
+    rows = [
+        {
+            "completion": "42",
+            "reward": 0.75,
+            "rewards": {"exact": 1.0, "style": None, "model": 0.5},
+            "length_price": -0.5,
+        },
+        {"completion": "", "reward": None, "rewards": {"exact": None}, "steps": [[1, 0.25], [2, 1]]},
+        {"completion": "43", "reward": 0, "rewards": {"exact": 0}},
+    ]
+    write_json_lines(tmp_path / "samples.jsonl", [shared | row for row in rows])
+    reward = {"function": ["a.py:exact", "a.py:style"], "weights": [1.0, 3.0], "model": "m", "model_weight": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps({"reward": reward}))
+    text = report_of({"step": 1})
+    assert "reward <b>0.75</b>" in text and "= exact 1 + style none + model 0.5 × 0.5 + price of length -0.5<" in text
+    assert "reward <b>none</b>" in text and "by exact; of steps 0.25, 1<" in text and "<em>empty</em>" in text
+    words = Reader(text).words
+    assert (
+        words.count("6 x 7 =") == words.count("answer") == words.count("42") / 2 == 1
+    )  # one prompt, three completions
+    assert "and 400 more characters" in text and '[{"a": 1}]' in words
+
+
 def test_nothing_of_the_run_becomes_markup_and_nothing_is_fetched(text, page):
-    assert not {"script", "img", "i<i>", "link", "iframe", "object", "image"} & page.tags
+    assert not {"img", "i<i>", "link", "iframe", "object", "image"} & page.tags
     assert EVIL in page.text
+    (policy,) = (value for name, value in page.attributes if name == "content" and "default-src" in value)
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    for tag in ("style", "script"):  # the policy allows one of each, by its hash
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" in policy
     for name, value in page.attributes:
-        assert name != "src"
+        assert name not in ("src", "style") and not name.startswith("on")
         if name in ("href", "xlink:href"):
             assert value.startswith("#")
     assert "@import" not in text
@@ -151,18 +187,19 @@ def test_ids_are_unique_and_every_reference_finds_its_own(page):
 
 
 def test_every_metric_is_in_one_panel():
-    found = report.series([{"step": 1, **dict.fromkeys(NAMES, 1.0)}])
-    sections = {title: [list(panel.lines) for panel in panels] for title, panels in report.sections(found).items()}
-    assert {title: sorted(itertools.chain(*panels)) for title, panels in sections.items()} == {
+    sections = report.sections(NAMES)
+    assert {title: sorted(itertools.chain(*groups)) for title, groups in sections.items()} == {
         title: sorted(names) for title, names in SECTIONS.items()
     }
-    assert sections["Others"] == [["never_heard_of"], ["in$odd$<i>"]]
+    assert sections["Others"] == [("never_heard_of",), ("in$odd$<i>",)]
+    assert sections["Time by phase"][1:] == [("time/loss_share",)]
 
 
 def test_every_metric_that_is_named_is_one_that_something_writes():
     """In quotes somewhere else in the package; of a prefix, its beginning."""
     panels = {name for groups in report.SECTIONS.values() for group in groups for name in group}
-    named = panels.union(report.BACKGROUND, UNITS, *report.PANELS.values())
+    usual = (*report.ONES, *report.SETTINGS, *report.NEWS)
+    named = panels.union(report.BACKGROUND, usual, *UNITS.values(), *report.PANELS.values())
     files = [path for path in Path(fastrl.__file__).parent.rglob("*.py") if not path.name.startswith("report")]
     code = "".join(path.read_text() for path in files)
     assert [name for name in named if (f'"{name}' if name.endswith("/") else f'"{name}"') not in code] == []
@@ -171,9 +208,48 @@ def test_every_metric_that_is_named_is_one_that_something_writes():
 def test_the_table_says_where_a_metric_was_best(report_of, tmp_path):
     values = [(1, 0.5, 3.0), (2, 0.875, 1.25), (3, 0.25, 2.0)]
     text = report_of(*[{"step": step, "accuracy": accuracy, "loss": loss} for step, accuracy, loss in values])
-    assert "<td>accuracy</td><td>0.25</td><td>0.875</td><td>2</td><td>highest</td>" in text
-    assert "<td>loss</td><td>2</td><td>1.25</td><td>2</td><td>lowest</td>" in text
+    assert "<td>accuracy</td><td>0.25</td><td>0.875 (highest, at step 2)</td>" in text
+    assert "<td>loss</td><td>2</td><td>1.25 (lowest, at step 2)</td>" in text
     assert f"<title>{tmp_path.name}</title>" in text  # without a config
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "usual"),
+    [
+        ("kl", (0.0, 1e-7), 0.0),
+        ("kl", (0.0, 1e-4), None),
+        ("kl", (0.0, None), None),
+        ("ratio_max", (1.0, 1.0), 1.0),
+        ("ratio_max", (0.0, 0.0), None),
+        ("lr", (2e-6, 2e-6), 2e-6),
+        ("lr", (0.0, 2e-7), None),
+        ("without_variance", (1.0, 1.0), None),
+        ("eval/exact_match", (0.0, 0.0), None),  # better is higher
+        ("grad_norm", (0.0, 0.0), None),  # a finding
+        ("time/reward", (0.0, 0.0), None),
+    ],
+)
+def test_a_metric_that_keeps_its_usual_value_is_named_instead_of_drawn(name, values, usual, report_of):
+    lines = report.series([{"step": step, name: value} for step, value in enumerate(values)])
+    assert report.usual_value(name, [lines[name]]) == usual
+    if name == "kl":  # beside one that is drawn, in the same panel and in another
+        text = report_of(*[{"step": i, "kl": x, "clip_frac": x, "clip_frac_low": i} for i, x in enumerate(values)])
+        named = "kept their usual value: kl (0)</p>" in text
+        assert named == (usual == 0) == ('aria-label="kl, by step"' not in text)
+        assert 'aria-label="clip_frac, clip_frac_low, by step"' in text
+
+
+@pytest.mark.parametrize("steps", [[1], [1, 2], [1, 2, 3]])
+def test_steps_are_whole_numbers_with_names_and_units_and_values_for_the_pointer(steps):
+    lines = report.series([{"step": step, "entropy": 100.0 * step, "kl": None} for step in steps])
+    page = Reader(draw_svg(Panel("entropy, kl", lines, "nats per token", key=True)))
+    words = {word.strip() for word in page.words} - {""}
+    assert {*map(str, steps), "step", "nats per token", "entropy", "kl"} <= words
+    assert not [word for word in words if "." in word]
+    plot = json.loads(dict(page.attributes)["data-plot"])
+    assert plot["lines"] == [["entropy", steps, [100 * step for step in steps]], ["kl", [], []]]
+    left, right, top, bottom = plot["box"]
+    assert 0 < left < right < 316.8 and 0 < top < bottom < 194.4 and plot["x"][0] < 1 and plot["x"][1] > steps[-1]
 
 
 def test_a_policys_surrogate_has_no_best(text):
@@ -189,8 +265,8 @@ def test_phases_are_shares_of_the_steps(report_of):
     assert "<td>time/update</td><td>2</td><td>5</td><td>10.0</td><td>50.0%</td>" in text
     assert "<td>time/evaluation</td><td>1</td><td>7</td><td>7.0</td><td>35.0%</td>" in text
     # The loss is a part of the update, the engine draws during any phase, and evaluations lie beside the steps.
-    assert [text.count(f"</i>{name} ") for name in ("time/update", *NESTED)] == [1] + [0] * len(NESTED)
-    assert "</i>rest 20.0%" in text
+    assert [text.count(f"</svg>{name} ") for name in ("time/update", *NESTED)] == [1] + [0] * len(NESTED)
+    assert "</svg>rest 20.0%" in text
     assert "time/loss_share" in Reader(text).words and "<td>time/loss_share" not in text  # a curve, and no phase
 
 
@@ -221,6 +297,43 @@ def test_a_line_that_cannot_be_read_is_named(name, line, run, capsys):
         assert main(["report", str(run)]) == 2
         assert f"{path}:{number}: {'not valid JSON' * line.endswith('rew')}" in capsys.readouterr().err
         assert not (run / "report.html").exists()
+
+
+def test_runs_are_drawn_over_each_other(tmp_path, capsys, monkeypatch):
+    folders = [tmp_path / name / "run" for name in ("first", "second")]
+    for i, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        numbers = [{"step": step, "reward": i + step, "kl": 0.0, "time/step": 1.0} for step in (1, 2)]
+        write_json_lines(folder / "metrics.jsonl", [row | ({"only_here": 7.0} if i else {}) for row in numbers])
+        write_json_lines(folder / "samples.jsonl", [{"step": 1, "prompt": f"<{i}", "completion": "", "reward": 0}])
+        config = {"training": {"seed": i, "steps": 2}, **({"extra": 5} if i else {})}
+        (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *map(str, folders)]) == 0
+    assert capsys.readouterr().out == "compare.html\n"
+    page = Reader(text := (tmp_path / "compare.html").read_text())
+    assert "<td>training.seed</td><td>0</td><td>1</td>" in text and "<td>extra</td><td>–</td><td>5</td>" in text
+    assert "training.steps" not in text and "kept their usual value: kl (0)" in text
+    assert {"first/run", "second/run", "<0", "<1"} <= {word.strip() for word in page.words}
+    plots = [json.loads(value)["lines"] for name, value in page.attributes if name == "data-plot"]
+    assert [["first/run", [1, 2], [1, 2]], ["second/run", [1, 2], [2, 3]]] in plots
+    assert [["first/run", [], []], ["second/run", [1, 2], [7, 7]]] in plots  # which keeps its colour
+    assert not (folders[0] / "report.html").exists()
+
+
+def test_what_cannot_be_compared_or_written(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    write_json_lines(run / "metrics.jsonl", [{"step": 1}])
+    for arguments, told in (
+        ([run, run], f"report: expected different runs, got {run}, {run}"),
+        ([run] * 8, "report: expected at most 7 runs, one for each colour, got 8"),
+        ([run, "--output", tmp_path / "no" / "x.html"], f"{tmp_path}/no/x.html: cannot write it: No such file"),
+        ([run, "--output", tmp_path], f"{tmp_path}: cannot write it: Is a directory"),
+    ):
+        assert main(["report", *map(str, arguments)]) == 2
+        assert told in capsys.readouterr().err
+    assert not list(tmp_path.parent.glob("*.unfinished"))
 
 
 def test_a_number_too_large_for_a_curve_is_left_out_of_it():
@@ -266,7 +379,7 @@ def test_smoothing_keeps_constants_and_straight_lines_and_calms_noise():
 def test_only_long_curves_are_smoothed(steps, curves, report_of):
     text = report_of(*[{"step": step, "reward": math.sin(step)} for step in range(steps)])
     # Of a path that is one of the metric's, and no line of its key.
-    assert text.count("stroke: var(--c0)") == curves
+    assert text.count('stroke="var(--c0)"') == curves
 
 
 def test_a_long_run_gives_a_small_file(report_of, tmp_path):

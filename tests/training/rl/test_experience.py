@@ -19,7 +19,7 @@ from fastrl.training.common.rollout import join, rollout_logprobs
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.rl.config import AdvantagesConfig, KLConfig
 from fastrl.training.rl.controllers import AdaptiveKL
-from fastrl.training.rl.experience import add_advantages, collect
+from fastrl.training.rl.experience import _shortened, add_advantages, collect
 
 ROWS = 24  # six prompts of four completions each
 REWARDS = """
@@ -100,6 +100,26 @@ def test_length_has_its_price(collected):
     assert rollout.rewards.tolist() == [{4: 0.0, 3: 0.5}.get(length, 1.0) for length in lengths.tolist()]
     assert len(set(rollout.rewards.tolist())) == 3
     assert numbers["reward"] == pytest.approx(float(rollout.rewards.mean()))
+
+
+@pytest.mark.parametrize("of_steps", [False, True])
+def test_a_sample_holds_what_its_reward_is_made_of(configure, tmp_path, of_steps):
+    tables = {"reward": {"weights": [2.0, -1.0], "overlong_cache": 2}}
+    if of_steps:
+        tables = {"reward": {"steps": f"{tmp_path / 'mine.py'}:steps"}, "advantages": {"estimator": "process"}}
+    _, samples = collect(running.make_run(configure("first", "second", logging={"samples": 6}, **tables)), {})
+    assert len(samples) == 6
+    for i, row in enumerate(samples):
+        scores = {"first": float(i) if i % 4 > 1 else None, "second": None if i % 4 in (0, 2) else 10.0}
+        assert row["rewards"] == scores and row["columns"] == {"answer": row["prompt"][2::-1]}
+        weights = (1.0, 1.0) if of_steps else (2.0, -1.0)
+        terms = [weight * x for weight, x in zip(weights, scores.values(), strict=True) if x is not None]
+        assert row["reward"] == (sum(terms) + row.get("length_price", 0.0) if terms else None)
+        if of_steps:
+            assert row["steps"] == [(len(text), float(i)) for text in [row["completion"]] if text]
+    assert of_steps or any(row["length_price"] for row in samples)
+    long = _shortened({"tests": "x" * 2001, "many": [1] * 1000, "n": 5})
+    assert long["tests"] == "x" * 2000 + " ..." and len(long["many"]) == 2004 and long["n"] == 5
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
