@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fastrl"
-LEFT_OUT = {"bench", "cli.py", "doctor.py", "help", "integrations", "models", "rewards", "training", "__main__.py"}
+LEFT_OUT = {"__main__.py", "bench", "cli.py", "doctor.py", "help", "integrations", "models", "rewards", "training"}
 #: Version 0 is the hub's for interfaces that may still change. A backend is what a loss can run on.
 BUILD = """[general]
 name = "fastrl"
@@ -55,6 +55,8 @@ def lay_out(target: Path) -> None:
         return {"__pycache__"} | (LEFT_OUT if Path(folder) == PACKAGE else set())
 
     shutil.copytree(PACKAGE, package, ignore=ignored)  # what the links kernels and csrc point to, too
+    # The public names are imported at once: the package's own __init__.py looks for their modules by absolute names.
+    (package / "__init__.pyi").rename(package / "__init__.py")
     for path in package.rglob("*.py"):
         dots = "." * len(path.relative_to(package).parts)
         path.write_text(relative(path.read_text(), dots))
