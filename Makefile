@@ -2,6 +2,7 @@
 # `make slow` runs a share of the slow tests, `make slow SHARE=all` every one. `make faults` tries the tests themselves.
 # `make docs` builds the site into build/site; open index.html there, no server is needed.
 # `make engine` creates .venv-engine, in which vLLM runs on a CPU for the tests marked `engine`.
+# `make hub-kernel` writes build/hub-kernel, a source of Hugging Face's kernel-builder.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ define install
 	touch $@
 endef
 
-.PHONY: demo test slow faults docs engine lint format bench clean
+.PHONY: demo test slow faults docs engine hub-kernel lint format bench clean
 
 # A stamp that a later line of its rule failed after would pass for a whole environment.
 .DELETE_ON_ERROR:
@@ -90,6 +91,9 @@ $(ENGINE)/.installed: $(ENGINE_REQUIREMENTS) $(REQUIREMENTS)
 	$(ENGINE_PIP) install --quiet --no-deps --require-hashes --requirement $(ENGINE_REQUIREMENTS)
 	$(ENGINE_PIP) install --quiet --no-deps --editable .
 	touch $@
+
+hub-kernel:
+	$(PYTHON) release/hub_kernel.py build/hub-kernel
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

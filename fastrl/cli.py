@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,7 +15,7 @@ from pathlib import Path
 from fastrl import __version__
 from fastrl.base import dependencies
 from fastrl.base.dependencies import TRAIN
-from fastrl.base.errors import UserError
+from fastrl.base.errors import UserError, out_of_memory
 from fastrl.base.spelling import nearest
 
 USAGE = """usage: fastrl COMMAND ...
@@ -31,9 +33,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's: a path may hold any bytes
     try:
-        return _run(command, arguments)
+        status = _run(command, arguments)
+        sys.stdout.flush()  # not at the exit, where an error could not be caught
+        return status
     except UserError as error:
         return _fail(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return _fail(f"out of memory: {(str(error).splitlines() or [''])[0]}")
+    except BrokenPipeError:
+        standard_output = select.poll()
+        standard_output.register(1, 0)
+        if not standard_output.poll(0):  # it is another pipe, such as one to a worker
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `fastrl ... | head`: nobody reads the rest
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("fastrl: interrupted", file=sys.stderr)
         return 130

@@ -1,14 +1,19 @@
 """What the package promises as a package: a light import, documented names, one direction of imports, whole wheels."""
 
+import importlib.util
 import inspect
 import re
+import runpy
 import shutil
+import sys
+import textwrap
 import tomllib
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+import torch
 from places import ROOT
 from python import python
 
@@ -103,6 +108,64 @@ def test_the_wheel_is_pure_and_holds_the_package_and_nothing_else(distributions)
 def test_the_sdist_builds_the_same_wheel(distributions):
     direct, through_sdist = map(contents, distributions)
     assert direct == through_sdist
+
+
+def test_the_wheel_alone_passes_the_check_of_a_release(distributions, tmp_path):
+    with zipfile.ZipFile(distributions[0]) as archive:
+        archive.extractall(tmp_path)
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (script,) = re.findall(r"<<'END'\n(.*?)^ *END$", workflow, re.MULTILINE | re.DOTALL)
+    assert "(" in script
+    printed = python("-P", "-", stdin=textwrap.dedent(script), PYTHONPATH=str(tmp_path))
+    assert printed == f"{fastrl.__version__} {tmp_path / 'fastrl' / '__init__.py'}\n"
+
+
+def test_the_hubs_kernel_is_the_library_under_another_name(tmp_path, monkeypatch):
+    """As the kernels of the hub are loaded: from a path, with the module _ops that their builder adds."""
+    runpy.run_path(str(ROOT / "release" / "hub_kernel.py"))["lay_out"](tmp_path / "kernel")
+    assert tomllib.loads((tmp_path / "kernel" / "build.toml").read_text())["general"]["name"] == "fastrl"
+    package = tmp_path / "kernel" / "torch-ext" / "fastrl"
+    assert not (package / "training").exists() and (package / "csrc" / "rows.cpp").is_file()
+    name = "_fastrl_1234567"
+    (package / "_ops.py").write_text(f"def add_op_namespace_prefix(name):\n    return '{name}::' + name\n")
+    spec = importlib.util.spec_from_file_location(name, package / "__init__.py")
+    kernel = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "modules", sys.modules | {name: kernel})
+    spec.loader.exec_module(kernel)
+    own = "".join(path.read_text() for path in package.rglob("*.py"))
+    assert not re.search(r"^ *(import|from) fastrl|import_module\(f?.fastrl", own, re.MULTILINE)
+    hidden, head = torch.randn(4, 8), torch.randn(50, 8)
+    ours, theirs = (module.linear_token_logprobs(hidden, head, torch.arange(4)) for module in (fastrl, kernel))
+    assert torch.equal(ours.logprobs, theirs.logprobs) and type(ours) is not type(theirs)
+    advantages = {"advantages": torch.ones(4)}
+    ours, theirs = (
+        module.linear_policy_loss(hidden, head, torch.arange(4), objective=module.DAPO(), **advantages)
+        for module in (fastrl, kernel)
+    )
+    assert torch.equal(ours.loss, theirs.loss) and ours.metrics["tokens"] == 4
+    assert torch.ops._fastrl_1234567.linear_forward_gradient is not torch.ops.fastrl.linear_forward_gradient
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_dockerfile_has_the_versions_that_ran_on_a_gpu():
+    page, recipe = (ROOT / "docs" / "features.md").read_text(), (ROOT / "Dockerfile").read_text()
+    torch_, cuda, triton, transformers, version = re.search(
+        r"with torch (\S+), CUDA (\S+), Triton (\S+), transformers (\S+)\s+and\sPython (\d\S+)\.\s", page
+    ).groups()
+    pins = {f"torch=={torch_}", f"triton=={triton}", f"transformers=={transformers}"}
+    assert set(re.findall(r"[a-z]+==[\d.]+", recipe)) == pins
+    assert f"whl/cu{cuda.replace('.', '')}\n" in recipe and f"CUDA {cuda} " in recipe
+    assert f"FROM python:{version}-" in recipe
+    copied = re.findall(r"^COPY (.*) \S+$", recipe, re.MULTILINE)
+    assert all((ROOT / name).exists() for names in copied for name in names.split())
+
+
+def test_workflows_have_the_torch_of_the_constraints():
+    pinned = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE).group()
+    texts = [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    assert {pin for text in texts for pin in re.findall(r"torch==\S+", text)} == {pinned}
 
 
 def test_every_source_of_a_kernel_is_of_a_kind_that_is_shipped():

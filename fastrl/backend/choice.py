@@ -112,7 +112,7 @@ def why_not_taken(name: str, device: str) -> str:
 
 
 def _module(name: str) -> ModuleType:
-    return import_module(f"fastrl.backend.{name}.backend")
+    return import_module(f".{name}.backend", __package__)
 
 
 def fastest(device: str) -> str:

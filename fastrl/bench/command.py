@@ -75,7 +75,9 @@ def _check_packages(parser: argparse.ArgumentParser, suites: Sequence[str], out:
     needed += [package for name in suites for package in SUITES[name].needs]
     if missing := dependencies.missing(needed):
         install = dependencies.how_to_install(missing)
-        parser.exit(1, f"fastrl bench needs packages that are not installed: {install}\n")
+        parser.exit(
+            1, f"fastrl bench needs packages that are not installed: {install}; the extra bench has all that it needs\n"
+        )
 
 
 def _log(title: str, text: str) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fastrl.base.errors import one_line
+from fastrl.base.errors import one_line, out_of_memory
 from fastrl.base.system import field
 from fastrl.bench.clock import FLUSHED_BYTES, synchronize, time_runs
 from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable, Workload
@@ -132,7 +132,7 @@ def measure(contender: Contender, row: Row, expected: Expected | None, bench: Be
         row.skipped = str(reason)
     except Exception as error:  # a peer may raise anything and must not end the run; fastrl must
         row.skipped = one_line(error)
-        if contender.ours and not isinstance(error, torch.OutOfMemoryError):
+        if contender.ours and not out_of_memory(error):
             row.failed = True
             raise
     else:

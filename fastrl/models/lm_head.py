@@ -167,6 +167,11 @@ class LMHead:
             )
         error = float((ours[0] - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
         if not error <= max(TOLERANCE[x] for x in seen):
+            if broken := [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]:
+                raise ValueError(
+                    f"{type(model).__name__} has weights that hold NaN or inf: {broken[0]}"
+                    f"{f' and {len(broken) - 1} more' if broken[1:] else ''}"
+                )
             raise ValueError(
                 f"{type(model).__name__} computes its logits in a way the fused losses do not know (relative "
                 f"difference {error:.2g}); known are a linear head with bias, a logit scale (logit_scale, "

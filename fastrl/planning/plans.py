@@ -27,6 +27,7 @@ import torch
 
 from fastrl.backend.choice import fastest
 from fastrl.backend.torch.rows import BLOCK_ENTRIES
+from fastrl.base.errors import out_of_memory
 from fastrl.objectives.row_local import ANY, BATCH, SPREAD, TOKEN
 from fastrl.planning import tiling
 from fastrl.planning.budget import BudgetTooSmall, default_budget, text
@@ -237,11 +238,9 @@ def run(plan: Plan) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        words = str(error)
-        on_cpu = "can't allocate memory" in words or "not enough memory" in words
-        if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
+        if not out_of_memory(error):
             raise
-        raise type(error)(f"{words}\n{_advice(plan)}") from error
+        raise type(error)(f"{error}\n{_advice(plan)}") from error
     finally:
         running.reset(before)
 

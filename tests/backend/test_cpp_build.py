@@ -59,6 +59,21 @@ def test_a_second_build_comes_from_the_cache(cache: Path, compilations: Path) ->
 
 
 @needs_compiler
+def test_a_library_is_found_again_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cpp_build.build("answer", ANSWER)
+    os.utime(first, (1, 1))  # older than the next one
+    monkeypatch.setattr(cpp_build, "_PROCESSOR_FLAGS", ((),))
+    newest = cpp_build.build("answer", ANSWER)
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert cpp_build.build("answer", ANSWER) == newest != first
+    with pytest.raises(BackendUnavailable, match="/nowhere/c"):  # other sources
+        cpp_build.build("answer", {**ANSWER, "answer.h": "#define ANSWER 43\n"})
+    monkeypatch.setattr(cpp_build, "_processor", lambda: "another")
+    with pytest.raises(BackendUnavailable, match="/nowhere/c"):
+        cpp_build.build("answer", ANSWER)
+
+
+@needs_compiler
 def test_a_change_of_anything_builds_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries = {cpp_build.build("answer", ANSWER)}
     changed = cpp_build.build("answer", {**ANSWER, "answer.h": "#define ANSWER 43\n"})

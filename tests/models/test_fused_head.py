@@ -150,6 +150,10 @@ def test_a_head_that_computes_something_else_is_refused(monkeypatch):
     monkeypatch.setattr(type(model), "forward", forward)
     with pytest.raises(ValueError, match="LlamaForCausalLM computes its logits in a way the fused losses do not know"):
         fused_lm_head(model)
+    with torch.no_grad():
+        model.model.norm.weight[0] = model.lm_head.weight[3, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has weights that hold NaN or inf: .*weight and 1 more$"):
+        fused_lm_head(model)
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(TypeError, match="must have a linear output head, got Sequential"):
         fused_lm_head(model)

@@ -161,7 +161,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder / "encoder")
     (folder / "encoder" / "config.json").write_text('{"model_type": "bert", "architectures": ["BertForMaskedLM"]}')
     (folder / "runs" / "old" / "model").mkdir(parents=True)
-    (folder / "runs" / "old" / "metrics.jsonl").touch()
+    (folder / "runs" / "old" / ".fastrl-run").touch()
     (folder / "mine.py").write_text("def mine(prompts, completions, digits):\n    return [0.0] * len(completions)\n")
     (folder / "broken.jsonl").write_text('{"prompt": "1"}\n{"prompt": "1"\n')
     return folder

@@ -1,14 +1,16 @@
 """Compiles C++ into a shared library on first use, and keeps it in the user's cache directory.
 
-The library's name in the cache is a hash of all inputs of the build: the sources, the flags, and the predefined macros
-of the compiler under these flags, which identify the compiler and the processor. Processes may build at the same time:
-each builds in its own folder and moves the result into place.
+The library's name in the cache has two hashes. One is of the sources, the flags and the processor's instructions; where
+there is no compiler, the newest library with it is taken. The other is of what only the compiler tells, its predefined
+macros under the flags that it accepts, which identify its version. Processes may build at the same time: each builds in
+its own folder and moves the result into place.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -97,14 +99,34 @@ def _writable_cache() -> Path:
         return Path(tempfile.mkdtemp(prefix="fastrl-"))
 
 
+def _processor() -> str:
+    """What a library that was built for this processor needs: its architecture and, on Linux, its instructions."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):  # of x86, of ARM: the same for all cores
+                return f"{platform.machine()} {line}"
+    return platform.machine()
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
 def build(name: str, files: Mapping[str, str]) -> Path:
     """The shared library of `files` (file name -> text; the `.cpp` ones are compiled), from the cache if possible.
 
     Raises BackendUnavailable with the reason: no compiler, no ninja, or the end of the compiler's messages.
     """
-    command, macros = _command()
-    recipe = "\0".join([shlex.join(command), macros, *(f"{file}\0{files[file]}" for file in sorted(files))])
-    library = f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:20]}.so"
+    texts = [text for file in sorted(files) for text in (file, files[file])]
+    stem = f"{name}-{_hash(*_FLAGS, _processor(), *texts)}"
+    try:
+        command, macros = _command()
+    except BackendUnavailable:
+        cached = sorted(cache_directory().glob(f"{stem}-*.so"), key=lambda path: path.stat().st_mtime)
+        if not cached:
+            raise
+        return cached[-1]
+    library = f"{stem}-{_hash(shlex.join(command), macros)}.so"
     target = cache_directory() / library
     if target.exists():
         return target

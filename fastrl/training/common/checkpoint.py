@@ -23,7 +23,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastrl.base.errors import UserError
+from fastrl.base.errors import UserError, out_of_memory
 from fastrl.base.json_text import to_json
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.training.common.checksums import CHECKSUMS, damage, write_checksums
@@ -175,7 +175,7 @@ def saved_on_error(save: Callable[[], Path | None]) -> Iterator[None]:
             hint = f"; saved in {checkpoint}; the same command with --resume goes on from there" if checkpoint else ""
         except UserError as failure:
             hint = f"; {failure}"
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        if out_of_memory(error):
             reason = (str(error).splitlines() or [""])[0]
             raise UserError(
                 f"out of memory: {reason}{hint}; less is needed with a smaller training.micro_batch_size or "

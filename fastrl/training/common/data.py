@@ -182,9 +182,18 @@ class Room:
     drop: bool = False
 
     @classmethod
-    def of(cls, config: PromptsConfig, context: int | None) -> "Room":
-        """As a config has it, where the models' contexts leave this many tokens."""
-        limits = [limit for limit in (config.max_prompt_tokens, context) if limit is not None]
+    def of(cls, config: PromptsConfig, context: int | None, completion: int) -> "Room":
+        """As a config has it, in models' contexts of so many tokens (None: no limit), which hold a completion too.
+
+        Raises UserError for a completion that leaves no token for a prompt.
+        """
+        if context is not None and completion >= context:
+            raise UserError(
+                f"rollout.max_new_tokens: expected less than the context of the model (or its teacher), {context} "
+                f"tokens, which holds the prompt too, got {completion}"
+            )
+        left = None if context is None else context - completion
+        limits = [limit for limit in (config.max_prompt_tokens, left) if limit is not None]
         return cls(min(limits, default=None), config.overlong_prompts == "drop")
 
     def holds(self, example: Example) -> bool:

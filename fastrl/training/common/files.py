@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+#: A file in the folder of every run.
+MARK = ".fastrl-run"
+
 
 @contextmanager
 def whole_directory(directory: Path, unfinished: Path) -> Iterator[Path]:

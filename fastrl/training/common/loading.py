@@ -7,14 +7,19 @@ the hub for a directory that does not exist. Here each of these is an error that
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -22,10 +27,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
-from fastrl.base.errors import UserError
+from fastrl.base.errors import UserError, one_line
+from fastrl.training.common.files import MARK
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.common.settings import looks_like_path
 
+# How long the hub may take to say whether it has a model.
+_HUB_SECONDS = 10
 # Files that must hold one JSON object if a directory has them; transformers' own errors do not name the file.
 _OBJECTS = (
     "config.json",
@@ -256,14 +264,14 @@ def _ranges(numbers: set[int]) -> str:
 
 
 def _check_source(name: str) -> None:
-    """Raise UserError for a path that does not exist, and for a directory whose JSON files are not valid."""
+    """Raise UserError for a path or a name that does not exist, a run's folder, and JSON files that are not valid."""
     path = Path(name)
     if not name.strip():
         raise UserError(f"expected a directory or a name on the hub as a model, got {name!r}")
     if os.path.isdir(name):  # of a name that is too long, Path's functions raise OSError
-        if (path / "metrics.jsonl").is_file():
-            saved = [path / "model", *sorted((path / "checkpoints").glob("step-*"), reverse=True)]
-            use = next((f"use {model}" for model in saved if model.is_dir()), "it holds no model yet")
+        if (path / MARK).exists():
+            models = [path / "model", *sorted(path.glob("checkpoints/step-*"), reverse=True)]
+            use = next((f"use {model}" for model in models if model.is_dir()), "it holds no model yet")
             raise UserError(f"{name}: expected a model's directory, got a run's; {use}")
         for file in _OBJECTS:
             if (path / file).exists():
@@ -272,6 +280,32 @@ def _check_source(name: str) -> None:
         raise UserError(f"{name}: expected a directory, got a file")
     elif looks_like_path(name):
         raise UserError(f"{name}: no such directory")
+    else:
+        _ask_hub(name)
+
+
+@cache
+def _ask_hub(name: str) -> None:
+    """Ask the hub once whether it has a model: without a network, transformers tries again for a minute.
+
+    Where the hub does not answer, what is cached of the model is used. Raises UserError if there is no such model, or
+    nothing is cached.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return
+    print(f"fastrl: {name}: no such directory; asking the hub", file=sys.stderr)
+    try:
+        HfApi().model_info(name, timeout=_HUB_SECONDS)
+    except RepositoryNotFoundError as error:
+        raise UserError(f"{name}: no such directory, and the hub has no such model, or not for you") from error
+    except (HfHubHTTPError, HFValidationError):
+        pass  # transformers asks in another way, and says what is wrong
+    except Exception as error:  # of httpx or of httpx2, by the version of huggingface_hub
+        reason = f"the hub does not answer ({one_line(error)})"
+        if not (Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).is_dir():
+            raise UserError(f"{name}: no such directory, and {reason}") from error
+        print(f"fastrl: {name}: {reason}; what is cached is used", file=sys.stderr)
+        constants.HF_HUB_OFFLINE = True
 
 
 def _base_of_adapters(name: str) -> str | None:

@@ -62,14 +62,15 @@ def sole_writer(target: Path, lock: Path, command: str, field: str) -> Iterator[
 
 def _acquire(target: Path, lock: Path, field: str) -> int:
     """A descriptor that holds the lock of the file at `lock`."""
-    for _ in range(100):
+    for attempt in range(100):
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # another process released it, and removed the directory that it had created
-            continue
         except OSError as error:
-            raise UserError(f"{target}: cannot prepare {field}: {error}") from error
+            # Another process may have released it, and removed the directory that it had created.
+            if isinstance(error, FileNotFoundError) and attempt < 99:
+                continue
+            raise UserError(f"{target}: cannot create {field}: {error}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from fastrl.base.errors import UserError
 from fastrl.base.json_text import to_json
 from fastrl.training.common.checksums import json_value
+from fastrl.training.common.files import MARK
 from fastrl.training.common.health import Watch
 from fastrl.training.common.report import plot_curves, write_report
 from fastrl.training.common.sections import LoggingConfig
@@ -26,7 +27,7 @@ from fastrl.training.common.settings import Section, import_for, json_values
 # Everything a run writes. Overwriting a run touches these and nothing else, and only beside MARK, which it wrote first.
 FILES = ("config.json", "facts.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html")
 DIRECTORIES = ("tensorboard", "wandb", "checkpoints", "skipped", "model")
-MARK, REPLACED = ".fastrl-run", "replaced"
+REPLACED = "replaced"
 
 
 class RunLog:

@@ -31,7 +31,7 @@ class Presets(NamedTuple):
 
     @classmethod
     def of(cls, table: Mapping[str, Callable[..., Any]], made: type, without: Collection[str] = ()) -> "Presets":
-        """From a table of presets that make a dataclass; its fields `without` are no options."""
+        """From a table of presets that make a dataclass; of its fields, `without` are options only where named."""
         functions = {name.lower(): preset for name, preset in table.items()}
         return cls(functions, {name: _options(preset, made, without) for name, preset in functions.items()})
 
@@ -45,8 +45,9 @@ class Presets(NamedTuple):
         for option, value in options.items():
             dotted = f"{where}.{option}".lstrip(".")
             if option not in known:
-                has = f"it has {', '.join(known) or 'none'}{nearest(option, known)}"
-                raise ValueError(f"{dotted}: {preset} has no such option; {has}")
+                others = [name for name, options in self.options.items() if option in options]
+                hint = f"; it is one of {', '.join(others)}" if others else nearest(option, known)
+                raise ValueError(f"{dotted}: {preset} has no such option; it has {', '.join(known) or 'none'}{hint}")
             try:
                 TypeAdapter(known[option]).validate_python(value)
             except ValidationError as error:
@@ -108,8 +109,9 @@ def _options(preset: Callable[..., Any], made: type, without: Collection[str]) -
     options = {p.name: _scalar(hints.get(p.name, float)) for p in parameters if p.kind is not p.VAR_KEYWORD}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         fields = typing.get_type_hints(made)
-        options = {f.name: _scalar(fields[f.name]) for f in dataclasses.fields(made)} | options
-    return {name: hint for name, hint in options.items() if hint is not types.NoneType and name not in without}
+        shared = {f.name: _scalar(fields[f.name]) for f in dataclasses.fields(made) if f.name not in without}
+        options = shared | options
+    return {name: hint for name, hint in options.items() if hint is not types.NoneType}
 
 
 class PresetConfig(Section):

@@ -10,7 +10,7 @@
 A config that extends this one, and the command line (`--objective.clip_low 0.2`), win over both.
 """
 
-from pydantic import create_model
+from pydantic import create_model, field_validator
 
 from fastrl import PRESETS, Objective
 from fastrl.training.common.preset_config import PresetConfig, Presets
@@ -20,6 +20,16 @@ class _ObjectiveBase(PresetConfig):
     """The objective: a preset of fastrl.PRESETS and its options. An option that is not given has the preset's value."""
 
     known = Presets.of(PRESETS, Objective)
+
+    @field_validator("name")
+    @classmethod
+    def _is_no_callable(cls, name: str) -> str:
+        if ":" in name or name.endswith(".py"):
+            raise ValueError(
+                "a config cannot name a function of yours, because the trainer must know before the run what an "
+                "objective reads; give it a name in a script, as docs/guides/custom_objective.md says"
+            )
+        return name
 
     def build(self) -> Objective:
         """The objective: the preset called with its options."""

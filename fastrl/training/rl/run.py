@@ -95,7 +95,7 @@ def make_run(config: Config) -> Run:
     reads_reference = config.has_policy_loss and objective.kl is not None and objective.kl.needs_reference
     reads_reference |= config.kl is not None and config.kl.place == "reward"
     limit = max_positions(policy.model, *([teacher.model] if teacher else []))
-    room = Room.of(config.data, None if limit is None else limit - config.rollout.max_new_tokens)
+    room = Room.of(config.data, limit, config.rollout.max_new_tokens)
     if config.rollout.keep_routing and not has_routers(policy.model):
         raise UserError("rollout.keep_routing: the model is no mixture of experts whose routers are known")
     training, settings = config.training, config.optimizer

@@ -102,7 +102,8 @@ class SFTConfig(TokenStageConfig):
 class _LossBase(PresetConfig):
     """The loss: a preset of fastrl.PREFERENCES and its options. An option that is not given has the preset's value."""
 
-    known = Presets.of(PREFERENCES, Preference, without=("formula",))
+    # gamma and tau change a loss: only those have them that name them.
+    known = Presets.of(PREFERENCES, Preference, without=("formula", "gamma", "tau"))
 
     name: str = "dpo"
     """The preset, in any case."""
@@ -189,7 +190,7 @@ class SampleConfig(Section):
 
     model: ModelConfig
     data: SampleDataConfig
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig.model_construct()
     rollout: RolloutConfig = RolloutConfig()
     training: MachineConfig = MachineConfig()
     output: OutputConfig = OutputConfig()
@@ -199,6 +200,8 @@ class SampleConfig(Section):
         best, count, reward = self.output.best, self.rollout.num_generations, self.reward
         if best is not None and best > count:
             raise ValueError(f"output.best: expected at most rollout.num_generations = {count}, got {best}")
+        if best is not None and "reward" not in self.model_fields_set:
+            raise ValueError("output.best: the best are those with the highest rewards; it needs a table [reward]")
         if self.output.path.absolute() == Path(self.data.path).absolute():
             raise ValueError(f"output.path: {self.output.path} is data.path too")
         path = self.output.path
@@ -213,6 +216,8 @@ class SampleConfig(Section):
             "rollout.ahead": self.rollout.ahead > 0,
             "rollout.sleep": self.rollout.sleep,
             "model.lora_rank": self.model.lora_rank is not None,
+            "model.gradient_checkpointing": self.model.gradient_checkpointing,
+            "model.logits_dtype": self.model.logits_dtype is not None,
         }
         for name, is_set in unused.items():
             if is_set:

@@ -1,7 +1,8 @@
 """`fastrl sample`: completions of a file of prompts with their rewards, or the best of them (RAFT, best-of-n).
 
-One line per completion: the prompt row's fields, "completion", "reward", "rewards" by function if there are several,
-and "truncated" for a completion that did not end with EOS. `fastrl sft` trains on it as it is.
+One line per completion: the prompt row's fields, "completion", "reward" (null without a [reward] table), "rewards" by
+function if there are several, and "truncated" for a completion that did not end with EOS. `fastrl sft` trains on it as
+it is.
 """
 
 from collections.abc import Iterator
@@ -65,10 +66,12 @@ class Tally:
         self.lines += written
 
     def __str__(self) -> str:
-        mean = f"{sum(self.rewards) / len(self.rewards):.4f}" if self.rewards else "none"
-        passed = f"{self.solved / self.prompts:.4f} (prompts with a completion of reward 1 or more)"
         failed = "".join(f", {name} {count}" for name, count in self.failures.items())
-        return f"{self.prompts} prompts, mean reward {mean}, pass rate {passed}{failed}"
+        if not self.rewards:
+            return f"{self.prompts} prompts, no completion has a reward{failed}"
+        mean = sum(self.rewards) / len(self.rewards)
+        passed = f"{self.solved / self.prompts:.4f} (prompts with a completion of reward 1 or more)"
+        return f"{self.prompts} prompts, mean reward {mean:.4f}, pass rate {passed}{failed}"
 
 
 def best_of(group: list[Completion], count: int) -> list[Completion]:
@@ -92,8 +95,7 @@ def sample(config: SampleConfig) -> Tally:
         functions = stack.enter_context(closing(RewardFunctions(config.reward)))
         rewards = make_rewards(config.reward, functions, device, config.model.trust_remote_code)
         policy = load_policy(config.model, device)
-        limit = max_positions(policy.model)
-        room = Room.of(config.data, None if limit is None else limit - config.rollout.max_new_tokens)
+        room = Room.of(config.data, max_positions(policy.model), config.rollout.max_new_tokens)
         prompts = PromptFormat.of(config.data, policy.tokenizer)
         examples, _ = load_examples(config.data.source, prompts, room)
         functions.check(examples)

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from fastrl.base.errors import UserError
 from fastrl.training.common import sources
 from fastrl.training.common.data import PromptFormat, PromptSampler, Room, load_examples
+from fastrl.training.common.data_config import PromptsConfig
 from fastrl.training.common.sources import Source
 from fastrl.training.common.streaming import StreamSampler
 from fastrl.training.stages.rows import Reader
@@ -236,6 +237,9 @@ def numbers(examples):
 
 def test_overlong_prompts_are_an_error_or_dropped_and_counted(sampler, source, capsys):
     assert f"{source.path}:4: the prompt has 10 tokens" in error_of(sampler, room=Room(5))
+    config = PromptsConfig(path=source.path, max_prompt_tokens=5)
+    assert (Room.of(config, 8, 4), Room.of(config, None, 9)) == (Room(4), Room(5))
+    assert "rollout.max_new_tokens: expected less than the context" in error_of(Room.of, config, 8, 8)
     in_memory = sampler()
     assert numbers(in_memory.examples) == KEPT and in_memory.dropped == 3
     assert "rows.jsonl: 3 of 20 prompts dropped, which have more than 5 tokens\n" in capsys.readouterr().err

@@ -238,7 +238,12 @@ FAILURES: dict[str, tuple[str, int, Exception, str]] = {
         BudgetTooSmall("9 bytes", 9),
         "training.memory_budget: 9 bytes",
     ),
-    "stage": ("fastrl.training.stages.loop._update", 4, MemoryError(), "out of memory: "),
+    "stage": (
+        "fastrl.training.stages.loop._update",
+        4,
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        "out of memory: DefaultCPUAllocator: can't allocate memory: 9 bytes; saved",
+    ),
 }
 
 

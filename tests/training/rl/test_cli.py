@@ -1,7 +1,9 @@
 """The command line: subcommands, exit codes, and one line for a mistake."""
 
 import io
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -125,6 +127,41 @@ def test_help_imports_nothing_heavy(arguments):
         f"import sys; from fastrl.cli import main; print(main({arguments}), {{'torch', 'pydantic'}} & set(sys.modules))"
     )
     assert python("-c", code, PYTHONPATH=str(ROOT)).endswith("0 set()\n")
+
+
+def test_a_reader_that_is_gone_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fastrl", "train", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, check=False, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            RuntimeError("[x] DefaultCPUAllocator: can't allocate memory: 9 bytes\nmore"),
+            "[x] DefaultCPUAllocator: can't",
+        ),
+        (MemoryError(), ""),
+        (BrokenPipeError("to a worker"), None),
+        (RuntimeError("a mistake of ours"), None),
+    ],
+)
+def test_out_of_memory_is_one_line_and_other_errors_are_raised(monkeypatch, capsys, error, line):
+    def raises(*_):
+        raise error
+
+    monkeypatch.setattr("fastrl.cli._run", raises)
+    if line is None:
+        with pytest.raises(type(error), match=str(error)):
+            main(["plan"])
+    else:
+        assert main(["plan"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"fastrl: out of memory: {line}") and said.count("\n") == 1
 
 
 def test_the_package_is_the_command():

@@ -7,6 +7,9 @@ import mistakes
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
+from httpx2 import ConnectError, ReadTimeout, Request, Response
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
@@ -252,6 +255,52 @@ def test_a_name_on_the_hub_is_still_one_and_says_that_it_is_no_directory(saved):
     path = saved() / "config.json"
     assert error_of(path) == f"{path}: expected a directory, got a file"
     assert error_of("") == "expected a directory or a name on the hub as a model, got ''"
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (ConnectError("no name"), "no such directory, and the hub does not answer (ConnectError: no name)"),
+        (ReadTimeout(""), "no such directory, and the hub does not answer (ReadTimeout)"),
+        (
+            RepositoryNotFoundError("401", response=Response(401, request=Request("GET", "x"))),
+            "no such directory, and the hub has no such model, or not for you",
+        ),
+    ],
+)
+def test_the_hub_is_asked_once_and_nothing_is_tried_again(monkeypatch, capsys, tmp_path, answer, told):
+    asked = []
+
+    def info(self, name, timeout):
+        asked.append(timeout)
+        raise answer
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(HfApi, "model_info", info)
+    name = f"owner/{type(answer).__name__}"
+    assert error_of(name) == f"{name}: {told}"
+    assert len(asked) == 1 and asked[0] <= 10
+    assert capsys.readouterr().err == f"fastrl: {name}: no such directory; asking the hub\n"
+    if isinstance(answer, ConnectError):  # what is cached needs no hub
+        (tmp_path / "models--owner--cached").mkdir()
+        assert "cannot load the" in error_of("owner/cached")
+        assert capsys.readouterr().err.endswith(
+            "the hub does not answer (ConnectError: no name); what is cached is used\n"
+        )
+        assert len(asked) == 2
+
+
+def test_a_runs_folder_is_no_model_and_says_where_its_model_is(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / ".fastrl-run").touch()
+    assert error_of(run) == f"{run}: expected a model's directory, got a run's; it holds no model yet"
+    for step in (8, 12):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir()
+    assert error_of(run) == f"{run}: expected a model's directory, got a run's; use {run}/checkpoints/step-000012"
+    (run / "model").mkdir()
+    assert error_of(run) == f"{run}: expected a model's directory, got a run's; use {run}/model"
 
 
 def test_names_that_differ_in_numbers_are_put_together():

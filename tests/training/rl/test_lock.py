@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -117,8 +118,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
     target = tmp_path / "file" / "run"
     with (
-        pytest.raises(UserError, match=r"file/run: cannot prepare logging\.output_dir: .*Not a directory"),
+        pytest.raises(UserError, match=r"file/run: cannot create logging\.output_dir: .*Not a directory"),
         sole_writer(target, target / ".lock", "train", "logging.output_dir"),
     ):
         pass
     assert (tmp_path / "file").read_text() == "mine"
+    target = Path("/proc/no-such")  # where the system says that the new folder itself does not exist
+    with (
+        pytest.raises(UserError, match=r"^/proc/no-such: cannot create logging\.output_dir: .*No such file"),
+        sole_writer(target, target / ".lock", "train", "logging.output_dir"),
+    ):
+        pass

@@ -191,6 +191,7 @@ def test_the_table_names_a_preset_and_its_options(settings, tmp_path):
         ({"name": "dppo"}, "name: expected one of dpo, ipo, hinge"),
         ({"formula": "sppo"}, "formula"),
         ({"presets": {"ipo": {"alpha": 1}}}, "presets.ipo.alpha: ipo has no such option; it has"),
+        ({"gamma": 0.5}, r"gamma: dpo has no such option; it has .*; it is one of simpo "),
         ({"name": "ipo", "label_smoothing": 0.1}, "label_smoothing is not read by formula='ipo'"),
         ({"beta": -1}, "Preference.beta must be finite and > 0, got -1"),
     ):

@@ -102,6 +102,17 @@ def test_the_best_of_the_same_samples(run, tmp_path):
         assert len({row["completion"] for row in kept}) == len(kept)
 
 
+def test_a_reward_is_needed_for_the_best_alone(tables, tmp_path):
+    unrewarded = {name: table for name, table in tables().items() if name != "reward"}
+    tally = sample(SampleConfig.model_validate(unrewarded))
+    rows = read(tmp_path)
+    assert len(rows) == 35 and all(row["reward"] is None and row["completion"] is not None for row in rows)
+    assert str(tally) == "7 prompts, no completion has a reward"
+    unrewarded["output"] = unrewarded["output"] | {"best": 1}
+    with pytest.raises(ValueError, match=r"output\.best: .* it needs a table \[reward\]"):
+        SampleConfig.model_validate(unrewarded)
+
+
 def completion(text, reward, truncated=False):
     return Completion(text, reward, {}, truncated)
 
@@ -200,6 +211,8 @@ def test_two_at_once_and_one_that_is_interrupted(tables, tmp_path, monkeypatch):
         ({"output": {"path": "/tmp"}}, r"output\.path: expected a file, got a directory, .*, /tmp"),
         ({"rollout": {"dynamic_sampling": True}}, r"rollout\.dynamic_sampling: means nothing here"),
         ({"model": {"lora_rank": 2}}, r"model\.lora_rank: means nothing here"),
+        ({"model": {"gradient_checkpointing": True}}, r"model\.gradient_checkpointing: means nothing here"),
+        ({"model": {"logits_dtype": "float32"}}, r"model\.logits_dtype: means nothing here"),
         ({"reward": {"overlong_cache": 2}}, r"reward\.overlong_cache: means nothing here"),
     ],
 )
