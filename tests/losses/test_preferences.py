@@ -353,11 +353,7 @@ def linear_kto(**changes: Any) -> Any:
     (lambda: fastrl.CPO(nll_coef=-1.0), ValueError, "Preference.nll_coef must be >= 0, got -1.0"),
     (lambda: fastrl.ORPO(reference=True), ValueError, "Preference.reference must be False for formula='odds-ratio'"),
     (lambda: fastrl.IPO(average=1), TypeError, "Preference.average must be a bool, got 1"),
-    (
-        lambda: fastrl.IPO(formula="sppo"),
-        TypeError,
-        "IPO() got an unexpected argument 'formula'. It takes beta",
-    ),
+    (lambda: fastrl.IPO(formula="sppo"), TypeError, "IPO() got an unexpected argument 'formula'. It takes beta"),
     (lambda: fastrl.kto_loss(torch.ones(2, 2), ONE, ONE), ValueError, "logprobs must have shape (responses,)"),
     (lambda: fastrl.kto_loss(ONE, torch.ones(3), ONE), ValueError, "ref_logprobs must have shape (2,)"),
     (lambda: fastrl.kto_loss(LOW, LOW, None), TypeError, "desirable must be a bool or 0/1 tensor, got NoneType"),
