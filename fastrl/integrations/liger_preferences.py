@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl import Preference, kto_loss, linear_cross_entropy, linear_preference_loss, linear_token_logprobs
+from fastrl import Preference, linear_cross_entropy, linear_preference_loss, linear_token_logprobs
 from fastrl.base import checks
 from fastrl.integrations.liger_head import head, scored
+from fastrl.losses.kto import loss_of_sums
 from fastrl.losses.whole_responses import wide
 from fastrl.objectives.preference_formulas import log_odds
 from fastrl.planning.announce import announces_plan
@@ -316,7 +317,8 @@ class LigerFusedLinearKTOLoss(torch.nn.Module):
             ref = scored(*reference, target, mask, options).sum(-1) / counts
         # Each response's log-ratio is held against its own kl, as if the reference were so much more likely.
         shifted = ref if kl is None else wide(ref) + wide(kl.detach())
-        loss = kto_loss(logps, shifted, labels, beta=self.beta).loss
+        numbers = (None, self.beta, 1.0, 1.0)
+        loss = loss_of_sums(labels, numbers, shifted, max(len(logps), 1), "_input")(logps).loss
         logged, rewards = logps.detach(), self.beta * (logps - ref).detach()
         parts = (labels, ~labels)
         positions = target.shape[1] * lin_weight.shape[0]

@@ -79,7 +79,7 @@ def kto_loss(
         checks.values(name, value, logprob=True)
     numbers = (kl, beta, desirable_weight, undesirable_weight)
     divisor = checks.divisor("denominator", denominator, logprobs.shape[0])
-    return _loss(desirable, numbers, ref, divisor, "logprobs")(logprobs)
+    return loss_of_sums(desirable, numbers, ref, divisor, "logprobs")(logprobs)
 
 
 def linear_kto_loss(
@@ -162,14 +162,14 @@ def linear_kto_loss(
         checks.values("ref_logprobs", ref, logprob=True)
         count = tokens.responses.count
         numbers = (kl, beta, desirable_weight, undesirable_weight)
-        loss = _loss(desirable, numbers, ref, checks.divisor("denominator", denominator, count), "ref_logprobs")
+        loss = loss_of_sums(desirable, numbers, ref, checks.divisor("denominator", denominator, count), "ref_logprobs")
         options = ((temperature, logit_scale, softcap), sampling_mask, logits_dtype, memory_budget, tp)
         units = tokens.responses.owners(tokens.targets.device)
         head, of_sums = (hidden, weight, bias), lambda logprobs: loss(tokens.sums(logprobs))
         return loss_of_units(head, tokens.targets, tokens.mask, options, units, count, of_sums)
 
 
-def _loss(
+def loss_of_sums(
     desirable: object,
     numbers: tuple[object, object, object, object],
     ref: Tensor,

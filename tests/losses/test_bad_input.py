@@ -197,7 +197,6 @@ def test_cu_seqlens(cu_seqlens: torch.Tensor) -> None:
         TypeError,
         r"^CPO\(\) .* It takes beta, label_smoothing, nll_coef, average, reference, g",
     ),
-    (lambda: fastrl.DPO(formula="ipo"), TypeError, r"^DPO\(\) got an unexpected argument 'formula'\. It takes beta"),
     (lambda: fastrl.CISPO(cap=1.0, low=2.0), ValueError, "StopGradientClip.low must be >= 0 and <= 1"),
 )
 def test_objectives(make: Callable[[], Any]) -> None:

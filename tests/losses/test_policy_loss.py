@@ -42,8 +42,9 @@ class Case:
         mask = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
         mask[3:4, 2:3] = False
         logp = -normal(1.0).abs()
-        old = logp + normal(0.3)
-        optional = {"ref_logprobs": logp + normal(0.4), "rollout_logprobs": old + normal(0.15)}
+        old = (logp + normal(0.3)).clamp(max=0.0)
+        ref = (logp + normal(0.4)).clamp(max=0.0)
+        optional = {"ref_logprobs": ref, "rollout_logprobs": (old + normal(0.15)).clamp(max=0.0)}
         optional["token_weights"] = normal(1.0).abs()
         if not on_policy:
             optional["old_logprobs"] = old
@@ -298,8 +299,8 @@ def test_truncation_and_rejection_combine() -> None:
 def test_a_rejected_response_stays_in_the_denominator_and_in_the_kl() -> None:
     ratios = torch.tensor([[0.0, 0.0], [3.0, 3.0]])
     correction = fastrl.RolloutCorrection("sequence-mean", reject=(0.5, 2.0))
-    logp = torch.zeros(2, 2, requires_grad=True)
-    given = {"old_logprobs": torch.zeros(2, 2), "rollout_logprobs": -ratios, "ref_logprobs": torch.ones(2, 2)}
+    logp = torch.full((2, 2), -1.0, requires_grad=True)
+    given = {"old_logprobs": logp.detach(), "rollout_logprobs": -1 - ratios, "ref_logprobs": torch.zeros(2, 2)}
     out = fastrl.policy_loss(
         logp, objective=fastrl.GRPO(kl_coef=1.0, rollout_correction=correction), advantages=torch.ones(2), **given
     )

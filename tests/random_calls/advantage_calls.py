@@ -238,7 +238,7 @@ def penalty_call(draw: Draw, compare: Comparison) -> None:
     layout = draw_layout(draw, 40)
     mask, argument = draw_mask(draw, layout.shape)
     logp = -draw.normal(layout.tokens).exp()
-    ref = (logp + draw.normal(layout.tokens) * draw.choice((0.1, 2.0, 12.0))).float().double()
+    ref = (logp + draw.normal(layout.tokens) * draw.choice((0.1, 2.0, 12.0))).clamp(max=0.0).float().double()
     logp = logp.float().double()
     scores, beta = draw.normal(len(layout.responses)), float(torch.tensor(draw.choice((0.05, 1.0))))
     kind = draw.choice(("k1", "k2", "k3"))

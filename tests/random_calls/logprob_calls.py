@@ -134,7 +134,7 @@ def dpo_call(draw: Draw, compare: Comparison) -> None:
     summed, error = torch.zeros(2, 2 * pairs, dtype=torch.float64)
     for i, response in enumerate(layout.responses):
         summed[i], error[i] = rows.logp[response].sum(), rows.logp_error[response].sum()
-    ref = (summed + draw.normal(2 * pairs) * draw.choice((0.1, 3.0))).float().double()
+    ref = (summed + draw.normal(2 * pairs) * draw.choice((0.1, 3.0))).clamp(max=0.0).float().double()
     error = error + 8 * EPS * (summed.abs() + ref.abs() + 1)
     rewards = beta * (summed - ref)
     reward_error = beta * error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -235,9 +234,8 @@ def draw_batch(
         shift = draw.normal(n) * size
         if draw.often(0.2):
             shift = shift + draw.choice((-1.0, 1.0)) * size
-        return (center + shift).clamp(max=highest)
+        return (center + shift).clamp(max=0.0)
 
-    highest = 0.0 if policy.gate.reads_logprob else math.inf  # such a gate reads old probabilities, at most 1
     token_level = policy.ratio == "token" and isinstance(objective, fastrl.Objective)
     wide = (15.0,) if token_level and dtype != torch.float16 and draw.often(0.1) else ()
     batch = Batch(layout.responses, mask, draw_advantages(draw, layout, objective, options, kept))

@@ -83,7 +83,7 @@ def preference_loss_call(draw: Draw, compare: Comparison) -> None:
     dtype, pairs, objective = draw.choice((torch.float32, torch.float64)), draw.randint(0, 6), draw_preference(draw)
     draw.tell(dtype=dtype, pairs=pairs)
     sums = (-3 * draw.normal(2, pairs).abs() - draw.choice((0.1, 20.0))).to(dtype).double()
-    ref = (sums + draw.normal(2, pairs) * draw.choice((0.1, 10.0))).to(dtype).double()
+    ref = (sums + draw.normal(2, pairs) * draw.choice((0.1, 10.0))).clamp(max=0.0).to(dtype).double()
     counts = draw.integers(10, 2, pairs)
     exactly = judged_pairs(objective, sums, UNIT[dtype] * torch.ones_like(sums), ref, counts.double())
     of, nll_of = draw.choice((None, 4.5)), draw.choice((None, 11.0))
@@ -167,7 +167,7 @@ def linear_preference_call(draw: Draw, compare: Comparison) -> None:
     pairs, objective = draw.randint(0, 3), draw_preference(draw)
     drawn = Summed.drawn(draw, 2 * pairs)
     work, sums = drawn.work, drawn.sums.view(2, pairs)
-    ref = (sums + draw.normal(2, pairs) * draw.choice((0.1, 3.0))).float().double()
+    ref = (sums + draw.normal(2, pairs) * draw.choice((0.1, 3.0))).clamp(max=0.0).float().double()
     exactly = judged_pairs(objective, sums, drawn.errors.view(2, pairs), ref, drawn.counts.view(2, pairs))
     of, nll_of = draw.choice((None, 4.5)), draw.choice((None, 11.0))
     options: dict[str, Any] = {"objective": objective, "denominator": of, "nll_denominator": nll_of}
@@ -211,7 +211,7 @@ def kto_call(draw: Draw, compare: Comparison) -> None:
     given |= {"desirable_weight": weights[0], "undesirable_weight": weights[1]}
     drawn = Summed.drawn(draw, count) if linear else None
     sums = drawn.sums if drawn else (-3 * draw.normal(count).abs() - 2).float().double()
-    ref = (sums + draw.normal(count) * draw.choice((0.1, 3.0))).float().double()
+    ref = (sums + draw.normal(count) * draw.choice((0.1, 3.0))).clamp(max=0.0).float().double()
     errors = (drawn.errors if drawn else 0 * sums) + 8 * EPS * (sums.abs() + ref.abs() + 1)
     scores = (sums - ref)[None].requires_grad_()
     terms = [kto_term(scores[0, i], bool(labels[i]), z, beta, weights) for i in range(count)]
