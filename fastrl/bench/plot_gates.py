@@ -103,8 +103,10 @@ def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
         future_kl=None,
         covariance=None,
     )
-    old = math.log(OLD_PROBABILITY) if objective.gate.reads_logprob else 0.0
-    logprobs = (old + ratios.double().log()[:, None]).requires_grad_()
+    log_ratios = ratios.double().log()[:, None]
+    # The ratio alone matters to the other gates: no new probability is more than 1.
+    old = math.log(OLD_PROBABILITY) if objective.gate.reads_logprob else min(-float(log_ratios.max()), 0.0)
+    logprobs = (old + log_ratios).clamp(max=0.0).requires_grad_()
     result = policy_loss(
         logprobs,
         objective=alone,
@@ -113,8 +115,7 @@ def weights(objective: Objective, ratios: Tensor, advantage: float) -> Tensor:
         denominator=1.0,  # a sum, so that responses do not affect each other
     )
     (gradient,) = torch.autograd.grad(result.loss, logprobs)
-    possible = logprobs[:, 0] <= (0.0 if objective.gate.reads_logprob else math.inf)
-    return (gradient[:, 0] / -advantage).where(possible, torch.nan)
+    return (gradient[:, 0] / -advantage).where(old + log_ratios[:, 0] <= 0, torch.nan)
 
 
 def figure(names: Iterable[str]) -> Figure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,3 +226,14 @@ def test_what_torch_compile_traces_is_not_read() -> None:
     probabilities, given = torch.full((2, 3), 0.5), {"objective": fastrl.PPO(), "advantages": torch.ones(2)}
     call = torch.compile(lambda x: fastrl.policy_loss(x, **given).loss, backend="eager", fullgraph=True)
     assert call(probabilities).isfinite()
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_gpu_is_read_inside_check_inputs_but_for_the_capture_of_a_graph(
+    capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert not checks.values_are_checked(on_gpu)
+    with fastrl.check_inputs():
+        assert checks.values_are_checked(on_gpu) != capturing

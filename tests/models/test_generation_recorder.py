@@ -270,7 +270,7 @@ def test_bad_counts_and_completions(model: Any) -> None:
     outside[2, -1] = VOCAB
     wrong_counts: dict[str, tuple[type[Exception], Any]] = {
         "counts must have shape (4, T), got (3, 6)": (ValueError, counts[:3]),
-        "counts must be one of torch.bool": (TypeError, counts.float()),
+        "counts must be torch.bool": (TypeError, counts.float()),
     }
     for words, (error, given) in wrong_counts.items():
         with pytest.raises(error, match=re.escape(words)):
@@ -282,7 +282,7 @@ def test_bad_counts_and_completions(model: Any) -> None:
         "completions must be a tensor, got list": (TypeError, tokens.tolist(), None),
         "completions must be a dense tensor .* got a meta tensor": (TypeError, tokens.to("meta"), None),
         r"counts must have shape \(4, 6\) \(the shape of completions\), got \(4": (ValueError, tokens, counts[:, :5]),
-        "counts must be one of torch.bool, got torch.int64": (TypeError, tokens, counts.long()),
+        "counts must be torch.bool, got torch.int64": (TypeError, tokens, counts.long()),
         "counts must be a dense tensor .* got a meta tensor": (TypeError, tokens, counts.to("meta")),
         rf"targets\[2\] is {VOCAB}, outside \[0, {VOCAB}\)": (IndexError, outside, counts),
     }
