@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import fastrl
+from fastrl.base.system import cpu_name, field
 
 _PACKAGES = ("liger-kernel", "trl", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl", "transformers")
 _TRITON = ("triton", "triton-rocm", "pytorch-triton-rocm")  # depending on the torch that installed it
@@ -52,7 +53,7 @@ def _machine() -> dict[str, Any]:
     memory = field("/proc/meminfo", "MemTotal")
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cpu_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_gib": None if memory is None else round(int(memory.split()[0]) / 2**20, 1),
@@ -62,15 +63,6 @@ def _machine() -> dict[str, Any]:
         facts["gpu"] = gpu.name
         facts["gpu_memory_gib"] = round(gpu.total_memory / 2**30, 1)
     return facts
-
-
-def field(path: str, name: str) -> str | None:
-    """The first value of a `name : value` line of a Linux information file."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
 def commit() -> str | None:

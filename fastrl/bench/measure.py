@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fastrl.base.errors import one_line
+from fastrl.base.system import field
 from fastrl.bench.clock import FLUSHED_BYTES, synchronize, time_runs
 from fastrl.bench.contenders import Contender, Outcome, Run, Unavailable, Workload
-from fastrl.bench.machine import field, free_bytes
+from fastrl.bench.machine import free_bytes
 from fastrl.bench.problems import Expected
 from fastrl.bench.results import Limit, Row, Section, finish
 

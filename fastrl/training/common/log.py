@@ -6,8 +6,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fastrl.training.common.sections import LoggingConfig
 from fastrl.training.common.settings import Section, import_for, json_values
 
 # Everything a run writes. Overwriting a run touches these and nothing else, and only beside MARK, which it wrote first.
-FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html")
+FILES = ("config.json", "facts.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html")
 DIRECTORIES = ("tensorboard", "wandb", "checkpoints", "skipped", "model")
 MARK, REPLACED = ".fastrl-run", "replaced"
 
@@ -32,11 +33,19 @@ class RunLog:
     """Writes one record per step into the run's directory. A context manager; leaving it closes the files."""
 
     def __init__(
-        self, config: Section, settings: LoggingConfig, name: str, steps: int, shown: Sequence[str], step: int = 0
+        self,
+        config: Section,
+        settings: LoggingConfig,
+        name: str,
+        steps: int,
+        shown: Sequence[str],
+        step: int = 0,
+        facts: Mapping[str, str] | None = None,
     ) -> None:
         """Create the directory and write `config.json`; if `step` > 0, continue the existing record after it.
 
         `name` labels the progress bar of `steps`. Each step's line shows the metrics in `shown` that it recorded.
+        `facts` are the run's, as `run_facts` returns them, for the head of its report.
         Whether a new run may replace what the directory holds is for `check_output` to say, before.
         """
         self.directory, self.steps, self.shown = settings.output_dir, steps, shown
@@ -52,8 +61,10 @@ class RunLog:
                 self._cut(path, step)
             (self.directory / MARK).touch()  # an earlier version wrote none
         values = json_values(config)
-        with _writing(self.directory / "config.json"):
-            (self.directory / "config.json").write_text(to_json(values, indent=2) + "\n", encoding="utf-8")
+        self._store("config.json", values)
+        begun = "started" if step == 0 else f"resumed after step {step}"
+        now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+        self._store("facts.json", {begun: now, **(facts or {})})
         # Before the first record, so that nothing is lost if the same command is tried again.
         self.wandb = None if wandb is None else _start_wandb(wandb, settings, values, resume=step > 0)
         self.file = self.path.open("a", encoding="utf-8")
@@ -75,6 +86,10 @@ class RunLog:
             self.writer.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=int(error is not None))
+
+    def _store(self, name: str, values: dict[str, Any]) -> None:
+        with _writing(self.directory / name):
+            (self.directory / name).write_text(to_json(values, indent=2) + "\n", encoding="utf-8")
 
     def _cut(self, path: Path, step: int) -> None:
         """Drop what an interrupted run recorded after its last checkpoint's `step`: those steps are repeated."""
@@ -143,8 +158,7 @@ class RunLog:
     def summarize(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Write the summary (the last value of every metric, and `extra`), curves and report; returns the summary."""
         summary = {**self.last, **extra}
-        with _writing(self.directory / "summary.json"):
-            (self.directory / "summary.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
+        self._store("summary.json", summary)
         with _writing(self.directory / "report.html"):
             self.draw()
         return summary

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastrl.training.common.checkpoint import SaveClock, checkpoint_of, due, run_folder, saved_on_error
+from fastrl.training.common.facts import run_facts
 from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
 from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
@@ -56,10 +57,11 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         check_savable(name_of(config.model), run.policy.tokenizer, [run.policy.model], logging.output_dir)
         if checkpoint is not None:
             load_checkpoint(checkpoint, run)
+        facts = run_facts(config, config.name, run.policy.model, run.policy.device)
         with (
             closing(run.functions),
             cpu_threads(config.training.threads),
-            RunLog(config, logging, config.name, steps, SHOWN, run.step) as log,
+            RunLog(config, logging, config.name, steps, SHOWN, run.step, facts) as log,
             stop_signals() as signals,
         ):
             run.rollouts.completions.signals = signals

@@ -29,6 +29,7 @@ from fastrl.training.common.checkpoint import (
     write_checkpoint,
 )
 from fastrl.training.common.checksums import digest
+from fastrl.training.common.facts import run_facts
 from fastrl.training.common.files import whole_directory
 from fastrl.training.common.interruption import ABOUT, RESUME, exit_status, stop_signals
 from fastrl.training.common.loading import name_of
@@ -201,7 +202,8 @@ def fit(
         step, batches.order = state["step"], state["order"]
     rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
     interrupted = None
-    with RunLog(config, logging, name, steps, stage.shown, step) as log, stop_signals() as signals:
+    facts = run_facts(config, name, stage.model, next(stage.model.parameters()).device)
+    with RunLog(config, logging, name, steps, stage.shown, step, facts) as log, stop_signals() as signals:
         clock = SaveClock(logging)
 
         def save(step: int, order: list[int], states: RandomState | None = None) -> Path | None:

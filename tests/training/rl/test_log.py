@@ -8,9 +8,11 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from run_files import json_lines, records, strict_json
 
 from fastrl.base.errors import UserError
+from fastrl.training.common.facts import run_facts
 from fastrl.training.common.log import FILES, RunLog
 from fastrl.training.common.report import write_report
 from fastrl.training.rl.train import SHOWN, train
@@ -31,9 +33,9 @@ def rows(config):
 def open_log(make_config):
     """A log of four steps in the run's directory; `step` as RunLog's own."""
 
-    def open_log(folder="run", step=0, **logging):
+    def open_log(folder="run", step=0, facts=None, **logging):
         config = make_config(folder, logging=logging)
-        return RunLog(config, config.logging, "grpo", 4, SHOWN, step)
+        return RunLog(config, config.logging, "grpo", 4, SHOWN, step, facts)
 
     return open_log
 
@@ -130,6 +132,29 @@ def test_every_file_is_json_whatever_it_holds(open_log, make_config):
     assert read["config.json"]["optimizer"]["max_grad_norm"] == "Infinity"
     assert type(config).model_validate(read["config.json"]).optimizer == config.optimizer
     assert "\\udc80" not in write_report(log.directory).read_text()  # of which a page shows a mark
+
+
+def test_the_facts_of_a_run(open_log, make_config):
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 1))
+    config = make_config(training={"seed": 3, "threads": 1, "device": "cpu"})
+    facts = run_facts(config, config.name, model, torch.device("cpu"))
+    assert list(facts) == ["objective", "model", "parameters", "dtype", "device", "seed", "versions"]
+    assert facts["objective"] == "grpo" and facts["parameters"] == "1,261, all trained" and facts["seed"] == "3"
+    assert facts["model"] == str(config.model.config or config.model.path)
+    assert facts["device"].endswith("(CPU, 1 thread)") and f"torch {torch.__version__}" in facts["versions"]
+    model[0].requires_grad_(False)
+    narrow = make_config("narrow", model={"dtype": "bfloat16", "logits_dtype": "float32", "lora_rank": 2})
+    facts = run_facts(narrow, narrow.name, model, torch.device("meta"))
+    assert facts["parameters"] == "31 trained of 1,261, in adapters of rank 2" and facts["device"] == "meta"
+    assert facts["dtype"] == "products in bfloat16, logits in float32; weights in float32"
+    stage = SimpleNamespace(
+        model=config.model, training=config.training, loss=SimpleNamespace(name="ipo"), distillation=config.model
+    )
+    assert run_facts(stage, "dpo", model, torch.device("cpu"))["objective"] == "ipo, with a teacher"
+    for step, label in ((0, "started"), (2, "resumed after step 2")):
+        with open_log(step=step, facts=facts) as log:
+            written = json.loads((log.directory / "facts.json").read_text())
+        assert [label, *facts] == list(written) and {**written, **facts} == written
 
 
 # --- resuming -------------------------------------------------------------------------------------------------------

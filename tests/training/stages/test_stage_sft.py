@@ -85,7 +85,7 @@ def test_the_order_and_the_numbers_repeat(settings, write_rows, tmp_path):
     assert losses[0] == losses[1] and len(losses[0]) == 6
     rates = [record["lr"] for record in records(tmp_path / name)]
     assert rates == pytest.approx([1e-2 * (6 - step) / 6 for step in range(6)])
-    files = {"config.json", "metrics.jsonl", "summary.json", "curves.png", "report.html"}
+    files = {"config.json", "facts.json", "metrics.jsonl", "summary.json", "curves.png", "report.html"}
     assert {path.name for path in (tmp_path / "a").iterdir()} == files | {
         ".fastrl-run",
         "tensorboard",
