@@ -1,5 +1,7 @@
 """The tables that the configs of the stages share."""
 
+from typing import ClassVar
+
 from pydantic import Field, model_validator
 
 from fastrl.training.common.data_config import HeldOutConfig
@@ -10,6 +12,7 @@ from fastrl.training.common.sections import (
     ModelConfig,
     OptimizerConfig,
     check_input,
+    with_learning_rate,
 )
 from fastrl.training.common.settings import Section
 
@@ -22,8 +25,9 @@ class TrainingConfig(MachineConfig):
     batch_size: int = Field(32, ge=1)
     """Rows of the data per update."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Rows in one forward and backward. Gradients are added up over an update. The default is all rows of the
-    update."""
+    """Rows in one forward and backward. Gradients are added up over an update. The default is all rows of the update,
+    or as many halves of them as make the expected memory fit what the device has free at the start; --resume keeps
+    it."""
     max_length: int | None = Field(None, ge=2)
     """The most tokens of a prompt and its completion together. A longer row is an error. The default is the model's
     context."""
@@ -40,11 +44,14 @@ class TokenTrainingConfig(TrainingConfig):
 
 
 class DataConfig(HeldOutConfig):
-    """The training data. On held-out rows the loss and the metrics beside it are computed after each epoch."""
+    """The training data. On held-out rows the loss and the metrics beside it are computed before the first update, as
+    step 0, and after each epoch."""
 
 
 class StageConfig(Section):
     """Everything a training stage depends on."""
+
+    command: ClassVar[str]
 
     model: ModelConfig
     data: DataConfig
@@ -53,7 +60,8 @@ class StageConfig(Section):
     logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
-    def _keeps_its_input(self) -> "StageConfig":
+    def _whole(self) -> "StageConfig":
+        with_learning_rate(self, self.command)
         check_input("model.path", self.model.path, self.logging)
         return self
 

@@ -66,6 +66,8 @@ LossConfig = create_model("LossConfig", __base__=_LossBase, __doc__=_LossBase.__
 class Config(TokenStageConfig):
     """Everything that preference optimisation depends on."""
 
+    command = "dpo"
+
     loss: LossConfig = LossConfig()
 
 
@@ -94,6 +96,10 @@ class PreferenceStage(PolicyStage[Pair]):
     def __init__(self, policy: Policy, training: TokenTrainingConfig, objective: Preference) -> None:
         super().__init__(policy, training)
         self.objective = objective
+
+    def lengths(self, row: Pair) -> list[int]:
+        """Those of the prompt with either completion."""
+        return [len(row.chosen.all), len(row.rejected.all)]
 
     def total(self, rows: Sequence[Pair]) -> Total:
         """The number of pairs, and of the chosen completions' tokens."""

@@ -32,6 +32,8 @@ class DistillationConfig(TeacherConfig):
 class Config(TokenStageConfig):
     """Everything that supervised fine-tuning depends on."""
 
+    command = "sft"
+
     distillation: DistillationConfig | None = None
 
     @model_validator(mode="after")
@@ -54,6 +56,10 @@ class SFT(PolicyStage[Tokens]):
     def models(self) -> list[Any]:
         """The model and its teacher."""
         return [self.model, *([self.distillation.teacher.model] if self.distillation else [])]
+
+    def lengths(self, row: Tokens) -> list[int]:
+        """That of the prompt with its completion."""
+        return [len(row.all)]
 
     def weight(self, row: Tokens) -> int:
         """The number of valid tokens."""
