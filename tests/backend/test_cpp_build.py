@@ -49,13 +49,16 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_compiler
-def test_a_second_build_comes_from_the_cache(cache: Path, compilations: Path) -> None:
+def test_a_second_build_comes_from_the_cache_and_only_the_first_is_told(
+    cache: Path, compilations: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = cpp_build.build("answer", ANSWER)
     assert ctypes.CDLL(str(first)).answer() == 42
     assert first.parent == cache
     assert os.listdir(cache) == [first.name]  # nothing else is left behind
     assert cpp_build.build("answer", ANSWER) == first
     assert len(compilations.read_text().splitlines()) == 1
+    assert caplog.messages == [f"fastrl: compiling the C++ backend, once; it is kept in {cache}"]
 
 
 @needs_compiler

@@ -222,9 +222,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 
 def test_runs_that_end_by_nan(run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    train, sft = map(general, quotes("NaN"))
+    train, diverged, sft = map(general, quotes("NaN"))
     rows = {"path": str(EXAMPLES / "stages" / "sft.jsonl")}
     assert sft in run("sft", "sft", data=rows, optimizer={"lr": 1e30}, training={"batch_size": 20, "epochs": 1})
+    assert diverged in run("train", "diverged", optimizer={"lr": 1e38}, training={"steps": 3})
     monkeypatch.setattr(experience, "group_advantages", lambda scores, *args, **options: scores * math.nan)
     steps = {"steps": 5, "epochs": 2}
     assert train in run("train", "mine", training=steps)

@@ -62,7 +62,7 @@ def wrong_in_prose(page: Page) -> list[str]:
 
 
 #: Whose names are not those of modules.
-LOGGERS = ("fastrl.trl", "fastrl.verl")
+LOGGERS = ("fastrl.cpp", "fastrl.trl", "fastrl.verl")
 
 
 def wrong_in(tree: ast.AST, known: dict[str, Any]) -> list[tuple[int, str]]:

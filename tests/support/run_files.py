@@ -30,8 +30,8 @@ def write_json_lines(path, rows):
 
 
 def records(run):
-    """The lines of metrics.jsonl."""
-    return json_lines(folder_of(run) / "metrics.jsonl")
+    """The lines of metrics.jsonl, but for what was measured before the first step."""
+    return [line for line in json_lines(folder_of(run) / "metrics.jsonl") if line["step"]]
 
 
 def repeatable(run):

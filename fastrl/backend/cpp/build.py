@@ -9,6 +9,7 @@ its own folder and moves the result into place.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -18,6 +19,8 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+_LOG = logging.getLogger("fastrl.cpp")  # its warnings are shown where a program has set nothing up
 
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 #: The first that the compiler accepts is used; without any, the library is correct but slower.
@@ -131,6 +134,7 @@ def build(name: str, files: Mapping[str, str]) -> Path:
     if target.exists():
         return target
     target = _writable_cache() / library
+    _LOG.warning("fastrl: compiling the C++ backend, once; it is kept in %s", target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{name}-build-") as folder:
         for file, text in files.items():
             (Path(folder) / file).write_text(text)

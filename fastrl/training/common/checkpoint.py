@@ -30,6 +30,8 @@ from fastrl.training.common.checksums import CHECKSUMS, damage, write_checksums
 from fastrl.training.common.files import remove, whole_directory
 from fastrl.training.common.lock import sole_writer
 from fastrl.training.common.log import check_output
+from fastrl.training.common.micro_batch import with_size
+from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.saving import save_pretrained
 from fastrl.training.common.sections import LoggingConfig
 from fastrl.training.common.settings import Section, json_values
@@ -144,19 +146,12 @@ def write_checkpoint(
         earlier = _checkpoints(directory.parent)
         hint = f"the last good checkpoint is {earlier[-1]}" if earlier else "there is no earlier one"
         raise UserError(f"step {step}: cannot save a checkpoint in {directory.parent}: {error}; {hint}") from error
-    for old in _superseded(_checkpoints(directory.parent), logging):
+    keep = logging.keep_checkpoints
+    for old in _checkpoints(directory.parent)[:-keep] if keep else ():
         try:
             remove(old)
         except OSError as error:  # such as a network disk's: the new one is complete, so the run goes on
             print(f"fastrl: warning: {old}: cannot be removed: {error}", file=sys.stderr)
-
-
-def _superseded(checkpoints: list[Path], logging: LoggingConfig) -> list[Path]:
-    """Those of the checkpoints, oldest first, that are too many, or not of checkpoint_every nor the newest."""
-    every, keep = logging.checkpoint_every, logging.keep_checkpoints
-    wanted = [path for path in checkpoints[:-1] if every is not None and _step(path) % every == 0] + checkpoints[-1:]
-    wanted = wanted if keep is None else wanted[-keep:]
-    return [path for path in checkpoints if path not in wanted]
 
 
 @contextmanager
@@ -164,11 +159,14 @@ def saved_on_error(save: Callable[[], Path | None]) -> Iterator[None]:
     """Where the block raises, save the steps that are complete, and tell the user how to go on.
 
     `save` returns the checkpoint that holds them, or None if there are none. An error that the user can mend, and
-    running out of memory, is raised with the hint at its end; another as it is, after a line.
-    Interrupts save nothing: a second signal ends a run at once.
+    running out of memory, is raised with the hint at its end; another as it is, after a line. Weights that have
+    diverged would take the place of better ones, so they are not saved. Interrupts save nothing either: a second signal
+    ends a run at once.
     """
     try:
         yield
+    except Diverged:
+        raise
     except Exception as error:  # whatever it is, the steps before it are worth keeping
         try:
             checkpoint = save()
@@ -245,6 +243,13 @@ def run_folder(
             print(f"fastrl: {directory}: holds no checkpoint to resume from; starting anew", file=sys.stderr)
         check_output(directory, logging.overwrite or (resume and _started_alike(config, directory, length)))
         yield None
+
+
+def as_started(config: Any, checkpoint: Path | None) -> Any:
+    """The config with the micro-batches of a checkpoint's run, if it names none: others would round differently."""
+    if checkpoint is None or config.training.micro_batch_size is not None:
+        return config
+    return with_size(config, _numbers(checkpoint)["config"]["training"].get("micro_batch_size"))
 
 
 def _checked(config: Section, checkpoint: Path, length: str) -> Path:

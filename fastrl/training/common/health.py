@@ -82,7 +82,7 @@ class Watch:
         warnings = []
         for cause, text in causes.items():
             # The first steps may have equal rewards by chance.
-            by_chance = cause not in ("none", "mismatch")
+            by_chance = cause not in ("none", "mismatch", "skipped")
             if cause not in self.warned and self.rows[cause] >= (self.patience if by_chance else 1):
                 self.warned.add(cause)
                 warnings.append(text)
@@ -121,7 +121,13 @@ class Watch:
                     "0; does the reward depend on the prompt alone, or are a prompt's completions all the same?",
                 )
                 return
-        if numbers.get("skipped_updates"):  # they are reported separately
+        if numbers.get("skipped_updates"):
+            if "grad_norm" not in numbers:
+                yield (
+                    "skipped",
+                    "no update was made, because no loss and gradient was finite; if that goes on, the policy has "
+                    "diverged: lower optimizer.lr or optimizer.max_grad_norm, or raise optimizer.warmup_updates",
+                )
             return
         without_update = 0.0 if "skipped_updates" in numbers else math.nan
         if numbers.get("grad_norm", without_update) == 0:

@@ -116,7 +116,7 @@ class RunLog:
             unfinished.write_bytes(b"".join(line + b"\n" for line, _ in kept))
             unfinished.replace(path)
         if path == self.path:
-            if steps != list(range(1, step + 1)):
+            if [number for number in steps if number] != list(range(1, step + 1)):  # some runs measure before them
                 print(
                     f"fastrl: warning: {path}: not all steps up to the checkpoint's, {step}, are in it", file=sys.stderr
                 )
@@ -131,6 +131,7 @@ class RunLog:
     def write(self, step: int, numbers: dict[str, float], samples: Sequence[dict[str, Any]] = ()) -> None:
         """Record a step: a line of JSON (a number that is not finite becomes null), TensorBoard scalars, the bar.
 
+        Step 0 is what is measured before the first one.
         `samples` go to `samples.jsonl`, of which the report shows some. Warns if the run learns nothing.
         """
         record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
@@ -148,13 +149,17 @@ class RunLog:
         if self.wandb is not None:
             self.wandb.log(record, step=step)
         values = "  ".join(f"{name} {numbers[name]:.4g}" for name in self.shown if name in numbers)
-        seconds = (time.monotonic() - self.started) / (step - self.first) * (self.steps - step)
-        remaining = tqdm.format_interval(seconds)
-        self.bar.write(f"step {step:>{len(str(self.steps))}}/{self.steps}  {values}  left {remaining}")
-        for line in self.watch.look(numbers):
-            self.bar.write(f"fastrl: warning: step {step}: {line}", file=sys.stderr)
-        self.bar.update()
+        line = f"step {step:>{len(str(self.steps))}}/{self.steps}  {values}"
         self.last |= record
+        if step == 0:
+            self.bar.write(line)
+            self.started = time.monotonic()
+            return
+        seconds = (time.monotonic() - self.started) / (step - self.first) * (self.steps - step)
+        self.bar.write(f"{line}  left {tqdm.format_interval(seconds)}")
+        for warning in self.watch.look(numbers):
+            self.bar.write(f"fastrl: warning: step {step}: {warning}", file=sys.stderr)
+        self.bar.update()
 
     def summarize(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Write the summary (the last value of every metric, and `extra`), curves and report; returns the summary."""
@@ -190,11 +195,17 @@ def check_output(directory: Path, overwrite: bool) -> None:
                 "--logging.output_dir, or move them away"
             )
     metrics = directory / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size and not overwrite:
+    if not overwrite and _has_steps(metrics):
         raise UserError(
             f"{directory}: holds a run already; go on with it by --resume, choose another --logging.output_dir, or "
             "replace it with --logging.overwrite true"
         )
+
+
+def _has_steps(metrics: Path) -> bool:
+    """Whether a run has recorded more than what it measured before its first step, which costs nothing to lose."""
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+    return any(not line.startswith(b'{"step": 0,') for line in lines)
 
 
 def _prepare(directory: Path) -> None:

@@ -16,7 +16,7 @@ from fastrl.base.errors import UserError
 from fastrl.losses.supports import widest_support
 from fastrl.objectives.row_local import ANY, RESPONSE, Given, scope, slopes
 from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
-from fastrl.planning.plans import applicable, choose, least_budget
+from fastrl.planning.plans import Plan, applicable, choose, least_budget
 from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher
 from fastrl.training.common.loading import load_config
 from fastrl.training.common.optimizer import cpu_threads
@@ -94,12 +94,24 @@ class Budgeted(Protocol):
     """A [training] table with a budget."""
 
     @property
+    def micro_batch_size(self) -> int | None:
+        """Sequences, or rows, in one call."""
+
+    @property
     def memory_budget(self) -> str | None:
         """The budget, as the losses take it."""
 
     @property
     def threads(self) -> int | None:
         """Torch's CPU threads, each of which needs some memory."""
+
+
+def chosen_plans(training: Budgeted, config: ModelConfig, policy: Policy, calls: Iterable[LossCall]) -> list[Plan]:
+    """The plan of each call. Raises BudgetTooSmall if there is none."""
+    size, bias = parse_budget(training.memory_budget), policy.head["bias"] is not None
+    vocab, hidden = policy.weight.shape
+    with cpu_threads(training.threads):
+        return [choose(call.plan_call(vocab, hidden, bias, config, policy.device.type), size) for call in calls]
 
 
 def check_budget(
@@ -137,8 +149,8 @@ def check_budget(
             except BudgetTooSmall:
                 fits = False
     if worst is not None and not fits:
+        hint = "; a smaller training.micro_batch_size needs less" if (training.micro_batch_size or 1) > 1 else ""
         raise UserError(
             f"training.memory_budget: too small for {worst.what}, {worst.tokens} tokens x {hidden} x {vocab} in "
-            f"{config.dtype}: got {size} bytes, the smallest possible is {least} ({text(least)}); a smaller "
-            "training.micro_batch_size needs less"
+            f"{config.dtype}: got {size} bytes, the smallest possible is {least} ({text(least)}){hint}"
         )

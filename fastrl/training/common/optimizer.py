@@ -1,12 +1,15 @@
 """AdamW with its learning-rate schedule, and torch's device and threads, as every command sets them."""
 
+import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import get_scheduler, set_seed
+from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from fastrl.base.errors import UserError
@@ -24,10 +27,34 @@ def make_optimizer(
         {"params": [tensor for tensor in tensors if tensor.requires_grad], "lr": lr} for tensors, lr in groups
     ]
     optimizer = torch.optim.AdamW(
-        trained, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
+        trained, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
     )
-    name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
-    return optimizer, get_scheduler(name, optimizer, settings.warmup_updates, updates)
+    if settings.warmup_updates > updates:
+        print(
+            f"fastrl: warning: optimizer.warmup_updates is {settings.warmup_updates}, but the run has {updates} "
+            f"updates, so its learning rate ends at {updates / settings.warmup_updates:.3g} of optimizer.lr",
+            file=sys.stderr,
+        )
+    factor = partial(lr_factor, schedule=settings.schedule, warmup=settings.warmup_updates, updates=updates)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def lr_factor(update: int, schedule: str, warmup: int, updates: int) -> float:
+    """What multiplies the peak learning rate in an update, numbered from 0, of a run of so many."""
+    if update < warmup:
+        return (update + 1) / warmup
+    progress = (update - warmup) / max(updates - warmup, 1)
+    decays = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return max(decays[schedule], 0.0)
+
+
+class Diverged(UserError):
+    """The policy computes what is no number."""
+
+
+def calmer(settings: OptimizerConfig) -> str:
+    """What to change where training diverges."""
+    return f"lower optimizer.lr ({settings.peak:g}) or optimizer.max_grad_norm, or raise optimizer.warmup_updates"
 
 
 @contextmanager

@@ -97,7 +97,8 @@ def max_positions(*models: Any) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _layers(model: torch.nn.Module) -> list[Any]:
+def layers_of(model: torch.nn.Module) -> list[Any]:
+    """The model's layers, as checkpointing takes them."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -108,7 +109,7 @@ def checkpointing(*models: torch.nn.Module) -> Iterator[None]:
     Transformers ties that to the training mode, which also enables dropout; so only the layers' own flag is set, and a
     layer's own dropout is 0 (`load_model`).
     """
-    layers = [layer for model in models for layer in _layers(model) if layer.gradient_checkpointing]
+    layers = [layer for model in models for layer in layers_of(model) if layer.gradient_checkpointing]
     for layer in layers:
         layer.training = True
     try:
@@ -209,7 +210,7 @@ def load_model(
         # Later releases of transformers 5 warn about the older name; the first ones have no other.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-        for layer in _layers(model):  # some apply dropout themselves, if their flag says training
+        for layer in layers_of(model):  # some apply dropout themselves, if their flag says training
             for name in [name for name in vars(layer) if name.endswith("dropout")]:
                 if isinstance(getattr(layer, name), float):
                     setattr(layer, name, 0.0)

@@ -78,11 +78,18 @@ class MachineConfig(Section):
     and on a machine that has other work far faster. Numbers repeat exactly only for the same number of threads."""
 
 
+#: Command -> its peak learning rate for all weights, and for adapters, which take about ten times as much.
+LEARNING_RATES = {"train": (1e-6, 1e-5), "sft": (1e-5, 1e-4), "dpo": (5e-7, 5e-6), "reward-model": (1e-5, 1e-4)}
+
+
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
-    lr: float = Field(1e-6, gt=0)
-    """The learning rate after the warm-up."""
+    lr: float | None = Field(None, gt=0)
+    """The learning rate after the warm-up. The default follows the command, as in papers on models of 7 billion
+    parameters and more: 1e-6 for train (DAPO, arXiv:2503.14476), 1e-5 for sft (Llama 3, arXiv:2407.21783) and
+    reward-model (Llama 2, arXiv:2307.09288), 5e-7 for dpo (Zephyr, arXiv:2310.16944); with model.lora_rank ten times as
+    much (Schulman et al., LoRA Without Regret, 2025)."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates of the two moments."""
     eps: float = Field(1e-8, gt=0)
@@ -94,7 +101,22 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up: constant, or a linear or cosine decay to 0 at the end of the run."""
     warmup_updates: int = Field(0, ge=0)
-    """The number of optimizer updates over which the learning rate rises linearly from 0."""
+    """The number of optimizer updates over which the learning rate rises linearly: the first has 1 / warmup_updates of
+    it."""
+
+    @property
+    def peak(self) -> float:
+        """The learning rate after the warm-up, in a command's config."""
+        assert self.lr is not None  # `with_learning_rate`
+        return self.lr
+
+
+def with_learning_rate(config: Any, command: str) -> None:
+    """Set a command's default in its config, so that what the run saves says what it used."""
+    optimizer = config.optimizer
+    if optimizer.lr is None:
+        lr = LEARNING_RATES[command][config.model.lora_rank is not None]
+        object.__setattr__(config, "optimizer", optimizer.model_copy(update={"lr": lr}))
 
 
 class RolloutConfig(Section):
@@ -276,12 +298,11 @@ class LoggingConfig(Section):
     """A project of Weights & Biases to log to (needs wandb, and an account or WANDB_MODE=offline)."""
     checkpoint_every: int | None = Field(None, ge=1)
     """Save a checkpoint every this many steps. One is also saved at the end, after an error, and at SIGTERM, SIGHUP or
-    Ctrl-C; it is removed when there is a newer one, unless its step is a multiple of checkpoint_every."""
+    Ctrl-C."""
     checkpoint_minutes: float | None = Field(30.0, gt=0)
     """Save a checkpoint also after a step that ends this many minutes or more after the last checkpoint."""
-    keep_checkpoints: int | None = Field(None, ge=1)
-    """Keep only this many of the newest checkpoints. The default keeps all those of checkpoint_every, and the
-    newest."""
+    keep_checkpoints: int = Field(3, ge=0)
+    """Keep this many of the newest checkpoints and remove older ones. 0 keeps all."""
 
 
 def check_input(field: str, source: str | None, logging: LoggingConfig) -> None:

@@ -17,6 +17,7 @@ from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
 from fastrl.training.common.foreign import beside_trainer
+from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.sections import RolloutConfig
@@ -42,7 +43,7 @@ def _of_the_engine() -> Iterator[None]:
     """What a user must mend about the engine ends the run as its absence does: with all that was done kept."""
     try:
         yield
-    except EngineLost:
+    except (EngineLost, Diverged):
         raise
     except UserError as error:
         raise EngineLost(str(error)) from error

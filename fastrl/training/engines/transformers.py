@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from fastrl.base.errors import UserError, one_line
 from fastrl.models.lm_head import TOLERANCE
@@ -17,6 +17,7 @@ from fastrl.models.recording import record_sampling
 from fastrl.models.routing import record_routing
 from fastrl.training.common.data import Example
 from fastrl.training.common.foreign import random_numbers
+from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.policy import Policy, exact_dtype, left_pad
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.rotary import keeping_cache
@@ -117,15 +118,18 @@ class TransformersEngine:
             do_sample=not greedy,
             **({} if greedy else options),
         )
-        model = self.policy.model
+        model, finite = self.policy.model, _Finite(prompts.device)
         with _neutral_generation_config(model), keeping_cache(model), self.policy.computing():
             sample: Any = model.generate  # a mixin's method, unknown to Module's type
             tokens: Tensor = sample(
                 input_ids=prompts,
                 attention_mask=mask.long(),
                 generation_config=settings,
+                logits_processor=LogitsProcessorList([finite]),
                 stopping_criteria=StoppingCriteriaList([ends]),
             )
+        if not finite.always:
+            raise Diverged("its logits are not finite")
         return tokens[:, prompts.shape[1] :]
 
 
@@ -184,6 +188,22 @@ def _difference(engine: TransformersEngine) -> float:
     spread = (ours + uniform).abs().max().clamp_min(1e-3)  # a head of zeros has none
     rounding = 4 * torch.finfo(torch.float32).eps * uniform  # two units in the last place of each
     return float(((ours - rollout.rollout_logprobs).abs().max() - rounding).clamp_min(0) / spread)
+
+
+class _Finite(LogitsProcessor):
+    """Notes whether logits were finite, without waiting for the device, and replaces rows that are not.
+
+    From those, multinomial would draw nothing: on a GPU that ends the process' use of it, checkpoints included.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.always = torch.ones((), dtype=torch.bool, device=device)
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Any:
+        """The scores (b, V), a row of zeros where they hold NaN, +inf or nothing but -inf; changed in place."""
+        wrong = ~scores.amax(1).isfinite()
+        self.always &= ~wrong.any()
+        return scores.masked_fill_(wrong[:, None], 0.0)
 
 
 class _Ends(StoppingCriteria):

@@ -17,10 +17,11 @@ from fastrl.training.common.sections import (
     RolloutConfig,
     TeacherConfig,
     check_input,
+    with_learning_rate,
 )
 from fastrl.training.common.sections import LoggingConfig as CommonLogging
 from fastrl.training.common.settings import Location, Section
-from fastrl.training.rl.objective_config import ObjectiveConfig
+from fastrl.training.rl.objective_config import ObjectiveConfig, reads_sampler
 
 
 class DataConfig(HeldOutConfig, PromptsConfig):
@@ -208,8 +209,8 @@ class TrainingConfig(MachineConfig):
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per pass: the rollout is shuffled and split into this many minibatches."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Sequences in one forward and backward. Gradients are added up over a minibatch. The default is the whole
-    minibatch."""
+    """Sequences in one forward and backward. Gradients are added up over a minibatch. The default is the whole rollout,
+    or as many halves of it as make the expected memory fit what the device has free at the start; --resume keeps it."""
     packing: bool = False
     """Concatenate the sequences of a micro-batch, without padding."""
     memory_budget: Budget = None
@@ -224,7 +225,8 @@ class EvaluationConfig(Section):
     """Scores on held-out prompts."""
 
     every: int | None = Field(None, ge=1)
-    """Evaluate with greedy decoding on data.eval_path every this many steps. The run also does so at its end."""
+    """Evaluate with greedy decoding on data.eval_path every this many steps. A run with held-out prompts also does so
+    before its first step, as step 0, and at its end."""
     metrics: Annotated[list[str], Location(dotted=True)] = Field([])
     """Functions like those of reward.function. The mean of each is reported as eval/<its name>."""
     samples: int = Field(0, ge=0)
@@ -282,6 +284,16 @@ class Config(Section):
         """What the run does: its objective's name, or distillation."""
         return str(self.objective.name) if self.rewarded else "distillation"
 
+    @property
+    def sequences(self) -> int:
+        """The number of a rollout's completions."""
+        return self.rollout.prompts_per_step * self.rollout.num_generations
+
+    @property
+    def minibatch(self) -> int:
+        """The most completions of an update."""
+        return -(-self.sequences // self.training.minibatches)
+
     @model_validator(mode="after")
     def _needed(self) -> "Config":
         needed = {"reward": self.rewarded, "objective": self.has_policy_loss}
@@ -306,7 +318,6 @@ class Config(Section):
         evaluates = bool(self.evaluation.every or self.evaluation.metrics or self.evaluation.samples)
         estimator, objective, lora = self.advantages.estimator, self.objective.build(), self.model.lora_rank is not None
         single = self.rollout.num_generations == 1
-        sequences = self.rollout.prompts_per_step * self.rollout.num_generations
         updates = self.training.epochs * self.training.minibatches
         if self.data.eval_source is None and evaluates:
             raise ValueError("evaluation is configured but data.eval_path names no prompts to evaluate on")
@@ -351,13 +362,12 @@ class Config(Section):
                 f'kl.kind: "{self.kl.kind}" is always 0 with one update per rollout; set training.minibatches or'
                 " training.epochs"
             )
-        if self.training.minibatches > sequences:
+        if self.training.minibatches > self.sequences:
             raise ValueError(
-                f"training.minibatches: expected at most the rollout's {sequences} sequences, got "
+                f"training.minibatches: expected at most the rollout's {self.sequences} sequences, got "
                 f"{self.training.minibatches}"
             )
-        corrected = self.rollout_correction is not None or objective.rollout_correction is not None
-        corrected = corrected or objective.off_policy_delta is not None or objective.gate.reads_rollout
+        corrected = self.rollout_correction is not None or reads_sampler(objective)
         if self.rollout.ahead and self.has_policy_loss and not corrected:  # a divergence alone has nothing to correct
             raise ValueError(
                 "rollout.ahead: its completions are a step old, so their weights must be corrected; add a table "
@@ -378,6 +388,7 @@ class Config(Section):
                     f"{name} ranks the tokens of a whole minibatch, so it does not go with "
                     f"training.micro_batch_size (got {self.training.micro_batch_size}); leave that out"
                 )
+        with_learning_rate(self, "train")
         check_input("model.path", self.model.path, self.logging)
         check_input("reward.model", self.reward.model, self.logging)
         if self.distillation is not None:

@@ -52,7 +52,7 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
     training, sampling, distillation = run.config.training, run.config.rollout, run.distillation
     check_sampled(rollout, distillation.teacher if distillation else run.teacher, run.policy)
     # No more at a time than in an update, for which the memory budget was checked.
-    update = -(-sampling.prompts_per_step * sampling.num_generations // training.minibatches)
+    update = run.config.minibatch
     size, count = min(training.micro_batch_size or update, update), int(rollout.mask.sum())
     if distillation is None:
         assert run.teacher is not None  # a run with a teacher has one of them

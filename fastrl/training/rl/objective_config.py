@@ -50,3 +50,14 @@ _TEXTS = {
 ObjectiveConfig = create_model(
     "ObjectiveConfig", __base__=_ObjectiveBase, __doc__=_ObjectiveBase.__doc__, **_ObjectiveBase.known.fields(_TEXTS)
 )
+
+
+def reads_sampler(objective: Objective) -> bool:
+    """Whether the objective's loss reads the sampler's log-probabilities."""
+    corrects = objective.rollout_correction is not None or objective.off_policy_delta is not None
+    return corrects or objective.gate.reads_rollout
+
+
+def ranks_tokens(objective: Objective) -> bool:
+    """Whether the objective compares the tokens of a whole minibatch, which micro-batches would take apart."""
+    return objective.top_entropy_fraction is not None or objective.covariance is not None

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastrl import KL, REINFORCE, CovarianceClip, Objective
+from fastrl import KL, CovarianceClip, Objective
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
-from fastrl.objectives.row_local import Given
 from fastrl.training.common.checkpoint import RandomState, Trained, read_checkpoint, write_checkpoint
 from fastrl.training.common.data import Example, PromptFormat, PromptSampler, Room, TextStream, load_examples
-from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher, teacher_width
-from fastrl.training.common.memory_needs import LossCall, check_budget
+from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher
+from fastrl.training.common.memory_needs import check_budget
+from fastrl.training.common.micro_batch import Expected
 from fastrl.training.common.optimizer import find_device, make_optimizer
 from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
 from fastrl.training.common.reward_model import make_rewards
@@ -22,9 +22,11 @@ from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.scoring import RewardFunctions, Rewards
 from fastrl.training.common.streaming import StreamSampler
 from fastrl.training.engines.choice import make_sampler
-from fastrl.training.rl.config import Config, DistillationConfig
+from fastrl.training.rl.config import Config
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.training.rl.critic import Critic
+from fastrl.training.rl.memory import least_size, loss_calls, with_micro_batches
+from fastrl.training.rl.objective_config import reads_sampler
 from fastrl.training.rl.rollouts import Rollouts
 
 
@@ -49,6 +51,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     generator: torch.Generator  # shuffles rollouts
+    memory: Expected  # at most
     policy_coef: float = 1.0  # the weight of the objective's loss
     step: int = 0  # the current rollout, or the last one
     skipped: int = 0  # updates skipped in a row so far
@@ -71,12 +74,7 @@ class Run:
     @property
     def reads_sampler(self) -> bool:
         """Whether the loss itself reads the sampler's log-probabilities."""
-        return _reads_sampler(self.objective)
-
-
-def _reads_sampler(objective: Objective) -> bool:
-    corrects = objective.rollout_correction is not None or objective.off_policy_delta is not None
-    return corrects or objective.gate.reads_rollout
+        return reads_sampler(self.objective)
 
 
 def make_run(config: Config) -> Run:
@@ -85,7 +83,7 @@ def make_run(config: Config) -> Run:
     objective, kl, entropy = _objective(config, device)
     if config.distillation is not None:
         check_teacher(config.distillation, config.model)
-    calls = _loss_calls(config, objective)
+    calls = loss_calls(config, objective, least_size(config, objective))
     check_budget(config.training, config.model, device, calls)
     functions = RewardFunctions(config.reward, config.evaluation.metrics)
     rewards = make_rewards(config.reward, functions, device, config.model.trust_remote_code)
@@ -117,11 +115,14 @@ def make_run(config: Config) -> Run:
     completions = make_sampler(policy, config.rollout, config.model, training.seed, longest, template)
     critic = None if config.critic is None else Critic(policy, config.critic.shared)
     stream = None if pretraining is None else TextStream(pretraining.path, policy.tokenizer, pretraining.length)
-    groups = [(list(policy.model.parameters()), settings.lr)]
+    groups = [(list(policy.model.parameters()), settings.peak)]
     if critic is not None and config.critic is not None:
-        groups.append((list(critic.parameters()), config.critic.lr or settings.lr))
+        groups.append((list(critic.parameters()), config.critic.lr or settings.peak))
     updates = training.steps * training.epochs * training.minibatches
     optimizer, scheduler = make_optimizer(groups, settings, updates)
+    reference = reference_of(policy) if reads_reference else None
+    others = [model.model for model in (reference, teacher) if model] + ([critic] if critic else [])
+    config, memory = with_micro_batches(config, objective, policy, others, longest)
     return Run(
         config,
         policy,
@@ -130,7 +131,7 @@ def make_run(config: Config) -> Run:
         functions,
         Rollouts(sampler, completions, config.rollout, training.steps),
         held_out,
-        reference_of(policy) if reads_reference else None,
+        reference,
         critic,
         kl,
         entropy,
@@ -140,6 +141,7 @@ def make_run(config: Config) -> Run:
         optimizer,
         scheduler,
         torch.Generator().manual_seed(training.seed),
+        memory,
         1.0 if config.distillation is None or distillation is None else config.distillation.policy_coef,
     )
 
@@ -176,6 +178,14 @@ def _sampler(config: Config, prompts: PromptFormat, room: Room) -> PromptSampler
     return PromptSampler(examples, seed, dropped)
 
 
+def data_of(run: Run) -> str:
+    """The run's data in words."""
+    prompts, longest = run.rollouts.prompts, _longest(run.config, run.rollouts.prompts, run.held_out)
+    count = f"{len(prompts.examples)} prompts" if isinstance(prompts, PromptSampler) else "streamed prompts"
+    length = "" if longest is None else f", at most {longest} tokens with the completion"
+    return f"{count}, {len(run.held_out)} held out{length}"
+
+
 def _longest(config: Config, sampler: PromptSampler | StreamSampler, held_out: list[Example]) -> int | None:
     """The most tokens of a prompt and its completion, if that is known before all prompts are read."""
     if isinstance(sampler, PromptSampler):
@@ -183,52 +193,6 @@ def _longest(config: Config, sampler: PromptSampler | StreamSampler, held_out: l
         return max(lengths) + config.rollout.max_new_tokens
     limit = config.data.max_prompt_tokens
     return None if limit is None else limit + config.rollout.max_new_tokens
-
-
-def _loss_calls(config: Config, objective: Objective) -> list[LossCall]:
-    """The largest calls of the vocabulary's losses that the config allows, with every completion at its longest."""
-    training, sampling, pretraining = config.training, config.rollout, config.pretraining
-    sequences, longest = sampling.prompts_per_step * sampling.num_generations, sampling.max_new_tokens
-    micro = min(training.micro_batch_size or sequences, sequences)
-    update = min(micro, -(-sequences // training.minibatches)) * longest
-    on_policy = training.epochs * training.minibatches == 1
-    distillation = config.distillation
-    sampled = distillation is not None and distillation.form == "sampled"
-    uneven = sampled or config.advantages.per_token
-    inputs = Given(not on_policy, _reads_sampler(objective), uneven=uneven)
-    shared: dict[str, Any] = {"longest": longest, "packed": training.packing, "truncated": sampling}
-    calls = []
-    if config.has_policy_loss:
-        what = "the policy's loss"
-        calls.append(LossCall(what, update, update, objective=objective, inputs=inputs, own_leaf=True, **shared))
-    reads_reference = objective.kl is not None and objective.kl.needs_reference
-    reads_norms = config.rewarded and config.advantages.estimator == "optimal_token_baseline"
-    if config.has_policy_loss and (not on_policy or config.kl is not None or reads_reference or sampled or reads_norms):
-        calls.append(LossCall("log-probabilities", micro * longest, micro * longest, gradients=False, **shared))
-    if distillation is not None:
-        calls += _distillation_calls(config, distillation, micro * longest if sampled else update, shared)
-    if pretraining is not None:
-        tokens = pretraining.batch_size * (pretraining.length - 1)
-        calls.append(LossCall("pretraining's loss", tokens, tokens, pretraining.length - 1, False, REINFORCE()))
-    return calls
-
-
-def _distillation_calls(
-    config: Config, settings: DistillationConfig, tokens: int, shared: dict[str, Any]
-) -> list[LossCall]:
-    """The calls over this many tokens that a teacher adds."""
-    width = teacher_width(settings, config.model)
-    if settings.form != "sampled":  # over the whole vocabulary, whatever the sampling leaves
-        shared = shared | {"truncated": None}
-    calls = [LossCall("the teacher's log-probabilities", tokens, tokens, gradients=False, width=width, **shared)]
-    shared = shared | {"own_leaf": True}
-    if settings.form == "full":
-        objective = REINFORCE()  # a token at a time too
-        calls.append(LossCall("the divergence", tokens, tokens, objective=objective, teacher=width, **shared))
-    elif settings.form == "top-k":
-        what = "log-probabilities of the teacher's entries"
-        calls.append(LossCall(what, tokens, tokens, entries=settings.top_k, **shared))
-    return calls
 
 
 def _objective(config: Config, device: torch.device) -> tuple[Objective, AdaptiveKL | None, LearnedEntropy | None]:

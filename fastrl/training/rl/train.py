@@ -2,23 +2,26 @@
 
 import math
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastrl.training.common.checkpoint import SaveClock, checkpoint_of, due, run_folder, saved_on_error
+from fastrl.base.errors import UserError
+from fastrl.training.common.banner import show_end, show_run, show_start
+from fastrl.training.common.checkpoint import SaveClock, as_started, checkpoint_of, due, run_folder, saved_on_error
 from fastrl.training.common.facts import run_facts
-from fastrl.training.common.interruption import exit_status, stop_signals
+from fastrl.training.common.interruption import stop_signals
 from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
-from fastrl.training.common.optimizer import cpu_threads, start
+from fastrl.training.common.optimizer import Diverged, calmer, cpu_threads, start
 from fastrl.training.common.saving import check_savable
 from fastrl.training.common.timing import peak_memory, timed
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.evaluation import evaluate
 from fastrl.training.rl.experience import collect
-from fastrl.training.rl.run import Resumable, Run, load_checkpoint, make_run, resumable, save_checkpoint
+from fastrl.training.rl.run import Resumable, Run, data_of, load_checkpoint, make_run, resumable, save_checkpoint
 from fastrl.training.rl.update import update
 
 # The metrics in a step's line on the terminal, if present.
@@ -31,38 +34,46 @@ def main(config: Config, resume: bool) -> int:
     That is 0 for a complete run, or the status that a shell gives for the signal that ended it early.
     """
     summary = train(config, resume=resume)
-    evaluated = {name: value for name, value in summary.items() if name.startswith("eval/") and value is not None}
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in evaluated.items())
-    print(f"{config.name}: {summary['steps']} steps in {summary['seconds']:.0f} s. {scores}")
-    print(f"metrics, report and checkpoints: {config.logging.output_dir}")
-    return exit_status(summary["interrupted"], checkpoint_of(config.logging, summary["steps"]))
+    model, scores = checkpoint_of(config.logging, summary["steps"]), [x for x in summary if x.startswith("eval/")]
+    following = f"fastrl sample CONFIG.toml --model.path {model}"
+    following += "" if config.model.lora_rank else f", or vllm serve {model}"
+    return show_end(config, config.name, "steps", "training.steps", summary, scores, following)
 
 
 def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     """Run the training run, or with `resume` the rest of the one in logging.output_dir.
 
-    Returns its summary: the last value of every metric, "steps", "seconds" (of this call), and "interrupted", the name
-    of the signal that ended it early, or None. Raises UserError before the first step for anything in the config,
-    dataset, model or reward that cannot be used, later for a reward or a loss that fails, and if another process writes
-    to logging.output_dir.
+    Returns its summary: the last value of every metric, "steps", "seconds" (of this call), "resumed", the steps that
+    were done before it, and "interrupted", the name of the signal that ended it early, or None. Raises UserError before
+    the first step for anything in the config, dataset, model or reward that cannot be used, later for a reward or a
+    loss that fails, and if another process writes to logging.output_dir.
     """
     interrupted, logging, steps = None, config.logging, config.training.steps
     with run_folder(config, logging, "train", "training.steps", resume) as checkpoint:
         started = time.perf_counter()
         start(config.training)
-        run = make_run(config)
+        prompts, completions = config.rollout.prompts_per_step, config.rollout.num_generations
+        show_run(config, f"{config.name}: {steps} steps of {prompts} prompts x {completions} completions")
+        run = make_run(as_started(config, checkpoint))
+        config = run.config
         check_savable(name_of(config.model), run.policy.tokenizer, [run.policy.model], logging.output_dir)
         if checkpoint is not None:
             load_checkpoint(checkpoint, run)
+        shown = [name for name in SHOWN if name != "kl" or run.objective.kl is not None]
         facts = run_facts(config, config.name, run.policy.model, run.policy.device)
+        show_start(config, facts, data_of(run), run.memory, run.policy.device, "sequences")
+        first = run.step
         with (
             closing(run.functions),
             cpu_threads(config.training.threads),
-            RunLog(config, logging, config.name, steps, SHOWN, run.step, facts) as log,
+            RunLog(config, logging, config.name, steps, shown, run.step, facts) as log,
             stop_signals() as signals,
+            _diverging(run),
         ):
             run.rollouts.completions.signals = signals
             clock = SaveClock(logging)
+            if checkpoint is None and run.held_out:
+                log.write(0, _evaluated(run))
             for step in range(run.step + 1, steps + 1):
                 run.step, last, before = step, step == steps, resumable(run)
                 with saved_on_error(partial(_save_earlier, run, log, before)):
@@ -70,8 +81,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
                 with saved_on_error(partial(_save, run, log)):
                     try:
                         if run.held_out and due(step, config.evaluation.every, last):
-                            with timed("time/evaluation", numbers):
-                                numbers |= evaluate(run) | run.functions.failures("evaluation")
+                            numbers |= _evaluated(run)
                     finally:
                         log.write(step, numbers, samples)
                 interrupted = None if last or not signals else signals[0]
@@ -80,7 +90,28 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
                 if interrupted:
                     break
             seconds = time.perf_counter() - started
-            return log.summarize({"steps": run.step, "seconds": seconds, "interrupted": interrupted})
+            ended = {"steps": run.step, "seconds": seconds, "resumed": first, "interrupted": interrupted}
+            return log.summarize(ended)
+
+
+@contextmanager
+def _diverging(run: Run) -> Iterator[None]:
+    """Say at which step the policy diverged, and what to change."""
+    try:
+        yield
+    except Diverged as error:
+        raise UserError(
+            f"the policy diverged at step {run.step}: {error}; {calmer(run.config.optimizer)}; an earlier checkpoint "
+            "can start a new run, as model.path"
+        ) from error
+
+
+def _evaluated(run: Run) -> dict[str, float]:
+    """The metrics of an evaluation, and its seconds."""
+    numbers: dict[str, float] = {}
+    with timed("time/evaluation", numbers):
+        numbers |= evaluate(run) | run.functions.failures("evaluation")
+    return numbers
 
 
 def _save(run: Run, log: RunLog, state: Resumable | None = None) -> Path:

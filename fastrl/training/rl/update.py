@@ -17,6 +17,7 @@ from fastrl.base.json_text import to_json
 from fastrl.losses.problem import effective_share
 from fastrl.objectives.formulas import kl_k3_value
 from fastrl.training.common.distillation import Distillation
+from fastrl.training.common.optimizer import calmer
 from fastrl.training.common.policy import Policy, checkpointing, decoder_states
 from fastrl.training.common.rollout import Rollout, hidden_states, replaying
 from fastrl.training.common.timing import Stopwatch
@@ -84,7 +85,8 @@ def _skip(run: Run, batch: Rollout, name: str) -> None:
     if run.skipped >= run.config.training.max_skipped_updates:
         raise UserError(
             f"step {run.step}: the loss or its gradient was not finite in {run.skipped} updates in a row "
-            f"(training.max_skipped_updates); the last one's batch is in {directory}"
+            f"(training.max_skipped_updates); the last one's batch is in {directory}; if the policy diverged, "
+            f"{calmer(run.config.optimizer)}"
         )
 
 

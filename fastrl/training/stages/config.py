@@ -2,7 +2,7 @@
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, create_model, model_validator
 
@@ -20,6 +20,7 @@ from fastrl.training.common.sections import (
     RolloutConfig,
     TeacherConfig,
     check_input,
+    with_learning_rate,
 )
 from fastrl.training.common.settings import Location, Section
 
@@ -32,8 +33,9 @@ class TrainingConfig(MachineConfig):
     batch_size: int = Field(32, ge=1)
     """Rows of the data per update."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Rows in one forward and backward. Gradients are added up over an update. The default is all rows of the
-    update."""
+    """Rows in one forward and backward. Gradients are added up over an update. The default is all rows of the update,
+    or as many halves of them as make the expected memory fit what the device has free at the start; --resume keeps
+    it."""
     max_length: int | None = Field(None, ge=2)
     """The most tokens of a prompt and its completion together. A longer row is an error. The default is the model's
     context."""
@@ -50,11 +52,14 @@ class TokenTrainingConfig(TrainingConfig):
 
 
 class DataConfig(HeldOutConfig):
-    """The training data. On held-out rows the loss and the metrics beside it are computed after each epoch."""
+    """The training data. On held-out rows the loss and the metrics beside it are computed before the first update, as
+    step 0, and after each epoch."""
 
 
 class StageConfig(Section):
     """Everything a training stage depends on."""
+
+    command: ClassVar[str]
 
     model: ModelConfig
     data: DataConfig
@@ -63,7 +68,8 @@ class StageConfig(Section):
     logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
-    def _keeps_its_input(self) -> "StageConfig":
+    def _whole(self) -> "StageConfig":
+        with_learning_rate(self, self.command)
         check_input("model.path", self.model.path, self.logging)
         return self
 
@@ -86,6 +92,8 @@ class DistillationConfig(TeacherConfig):
 
 class SFTConfig(TokenStageConfig):
     """Everything that supervised fine-tuning depends on."""
+
+    command = "sft"
 
     distillation: DistillationConfig | None = None
 
@@ -138,6 +146,8 @@ LossConfig = create_model("LossConfig", __base__=_LossBase, __doc__=_LossBase.__
 class DPOConfig(TokenStageConfig):
     """Everything that preference optimisation depends on."""
 
+    command = "dpo"
+
     loss: LossConfig = LossConfig()
 
 
@@ -153,6 +163,8 @@ class RewardDataConfig(DataConfig):
 
 class RewardModelConfig(StageConfig):
     """Everything that a reward model depends on."""
+
+    command = "reward-model"
 
     data: RewardDataConfig
 

@@ -51,6 +51,10 @@ class PreferenceStage(PolicyStage[Pair]):
         super().__init__(policy, training)
         self.objective = objective
 
+    def lengths(self, row: Pair) -> list[int]:
+        """Those of the prompt with either completion."""
+        return [len(row.chosen.all), len(row.rejected.all)]
+
     def total(self, rows: Sequence[Pair]) -> Total:
         """The number of pairs, and of the chosen completions' tokens."""
         return Total(len(rows), sum(len(row.chosen.completion) for row in rows))

@@ -18,10 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from fastrl import Objective
 from fastrl.base.errors import UserError
+from fastrl.planning.plans import Plan
+from fastrl.training.common.banner import show_end, show_run, show_start
 from fastrl.training.common.checkpoint import (
     RandomState,
     SaveClock,
     Trained,
+    as_started,
     checkpoint_of,
     read_checkpoint,
     run_folder,
@@ -31,14 +34,16 @@ from fastrl.training.common.checkpoint import (
 from fastrl.training.common.checksums import digest
 from fastrl.training.common.facts import run_facts
 from fastrl.training.common.files import whole_directory
-from fastrl.training.common.interruption import exit_status, stop_signals
+from fastrl.training.common.interruption import stop_signals
 from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
-from fastrl.training.common.memory_needs import LossCall, check_budget
-from fastrl.training.common.optimizer import cpu_threads, make_optimizer, start
+from fastrl.training.common.memory_needs import LossCall, check_budget, chosen_plans
+from fastrl.training.common.micro_batch import Expected, activation_bytes, expected, sized
+from fastrl.training.common.optimizer import calmer, cpu_threads, make_optimizer, start
 from fastrl.training.common.policy import Policy, checkpointing, load_policy, max_positions
 from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.saving import check_savable, save_pretrained
+from fastrl.training.common.sections import OptimizerConfig
 from fastrl.training.stages.config import StageConfig, TokenStageConfig, TokenTrainingConfig
 from fastrl.training.stages.rows import Reader, Tokens
 
@@ -53,9 +58,18 @@ class Stage(ABC, Generic[Row]):
     has_adapters = False  # the model is peft's wrapper, and only its adapters are trained
     shown: Sequence[str]  # the metrics in a line on the terminal
 
+    @abstractmethod
+    def lengths(self, row: Row) -> list[int]:
+        """The tokens of each of the row's sequences."""
+
     def weight(self, row: Row) -> int:
         """The row's weight in the loss's mean: how many of the averaged items it holds."""
         return 1
+
+    @property
+    def models(self) -> list[Any]:
+        """Every model that reads the rows."""
+        return [self.model]
 
     def total(self, rows: Sequence[Row]) -> Any:
         """What an update's rows are averaged over: the sum of their weights, or more for a loss of several means."""
@@ -94,11 +108,6 @@ class PolicyStage(Stage[Row]):
         self.has_adapters = policy.has_adapters
         self.packing, self.memory_budget = training.packing, training.memory_budget
 
-    @property
-    def models(self) -> list[Any]:
-        """Every model that reads the rows."""
-        return [self.model]
-
     def save(self, directory: Path) -> None:
         """As every stage; adapters go to `adapters` in the directory, and merged into the model's weights beside it.
 
@@ -120,7 +129,9 @@ def prepared(config: StageConfig, name: str, resume: bool) -> Iterator[tuple[tor
         run_folder(config, config.logging, name, "training.epochs", resume) as checkpoint,
         cpu_threads(config.training.threads),
     ):
-        yield start(config.training), checkpoint
+        device, epochs = start(config.training), config.training.epochs
+        show_run(config, f"{name}: {epochs} epoch{'s' * (epochs > 1)} in updates of {config.training.batch_size} rows")
+        yield device, checkpoint
 
 
 def train_policy(
@@ -143,8 +154,8 @@ def train_policy(
     """
     training, data = config.training, config.data
     with prepared(config, name, resume) as (device, checkpoint):
-        largest = largest_call(training, [1] * per_row, per_row, objective)
-        check_budget(training, config.model, device, calls(largest))
+        size = training.micro_batch_size or 1  # the least that may be chosen
+        check_budget(training, config.model, device, calls(largest_call(training, size, [1] * per_row, objective)))
         policy = load_policy(config.model, device, packing=training.packing)
         stage = make(policy)
         reader = Reader.of(data, policy.tokenizer, training.max_length, max_positions(*stage.models))
@@ -155,38 +166,64 @@ def train_policy(
         lengths = [len(tokens.completion) for tokens in sequences]
         if empty := lengths.count(1):  # the end of the turn alone
             print(f"fastrl: warning: {empty} of {len(lengths)} completions are empty", file=sys.stderr)
-        largest = largest_call(training, lengths, per_row, objective)
-        check_budget(training, config.model, device, calls(largest), policy)
-        return fit(stage, rows, held_out, config, name, checkpoint)
+
+        def of_size(size: int) -> list[LossCall]:
+            return calls(largest_call(training, per_row * size, lengths, objective))
+
+        check_budget(training, config.model, device, of_size(size), policy)
+        return fit(
+            stage,
+            rows,
+            held_out,
+            config,
+            name,
+            checkpoint,
+            lambda size: chosen_plans(training, config.model, policy, of_size(size)),
+        )
 
 
 def largest_call(
-    training: TokenTrainingConfig, lengths: list[int], per_row: int, objective: Objective | None
+    training: TokenTrainingConfig, sequences: int, lengths: list[int], objective: Objective | None
 ) -> LossCall:
-    """The largest call of the loss over rows with `per_row` completions of these lengths, in tokens."""
-    sequences = per_row * (training.micro_batch_size or training.batch_size)
+    """The largest call of the loss over so many completions of these lengths, in tokens."""
     tokens, padded = sum(sorted(lengths)[-sequences:]), min(sequences, len(lengths)) * max(lengths)
     rows = tokens if training.packing else padded
     return LossCall("the loss", tokens, rows, max(lengths), training.packing, objective)
 
 
 def fit(
-    stage: Stage[Row], rows: list[Row], held_out: list[Row], config: StageConfig, name: str, checkpoint: Path | None
+    stage: Stage[Row],
+    rows: list[Row],
+    held_out: list[Row],
+    config: StageConfig,
+    name: str,
+    checkpoint: Path | None,
+    plans: Callable[[int], list[Plan]] = lambda size: [],
 ) -> dict[str, Any]:
     """Train over the epochs, or those left after a checkpoint, log every update and save the model.
 
-    Returns the run's summary: the last value of every metric, "steps", "seconds" (of this call), and "interrupted", the
-    name of the signal that ended it early, or None. Held-out rows are measured at the end of each epoch, as
-    `eval/<metric>`. Raises UserError for a model that cannot be saved, before any work, and for a loss or a gradient
-    that is not finite.
+    `plans` returns those of the losses over the vocabulary, for micro-batches of so many rows. Returns the run's
+    summary: the last value of every metric, "steps", "seconds" (of this call), "resumed", the updates that were done
+    before it, and "interrupted", the name of the signal that ended it early, or None. Held-out rows are measured before
+    the first update and at the end of each epoch, as `eval/<metric>`. Raises UserError for a model that cannot be
+    saved, before any work, and for a loss or a gradient that is not finite.
     """
+    lengths, device = [stage.lengths(row) for row in rows + held_out], next(stage.model.parameters()).device
+    longest, counts = max(map(max, lengths)), sorted(map(len, lengths), reverse=True)
+    totals, packed = sorted(map(sum, lengths), reverse=True), getattr(config.training, "packing", False)
+
+    def expect(size: int) -> Expected:
+        tokens = sum(totals[:size]) if packed else sum(counts[:size]) * longest
+        return expected(stage.models, activation_bytes(stage.model, config.model, tokens, longest), plans(size))
+
+    config, memory = sized(as_started(config, checkpoint), config.training.batch_size, expect, device)
     training, logging, started = config.training, config.logging, time.perf_counter()
     merged = [stage.model.get_base_model()] if stage.has_adapters else []
     check_savable(name_of(config.model), stage.tokenizer, [stage.model, *merged], logging.output_dir)
     size = training.micro_batch_size or training.batch_size
     updates = -(-len(rows) // training.batch_size)
     steps = training.epochs * updates
-    optimizer, scheduler = make_optimizer([(stage.model.parameters(), config.optimizer.lr)], config.optimizer, steps)
+    optimizer, scheduler = make_optimizer([(stage.model.parameters(), config.optimizer.peak)], config.optimizer, steps)
     batches = Batches(len(rows), training.batch_size, training.seed)
     sets = {"data.path": rows, "data.eval_path": held_out}
     generators = {"shuffle": batches.generator}
@@ -200,7 +237,9 @@ def fit(
         step, batches.order = state["step"], state["order"]
     rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
     interrupted = None
-    facts = run_facts(config, name, stage.model, next(stage.model.parameters()).device)
+    first, facts = step, run_facts(config, name, stage.model, device)
+    described = f"{len(rows)} rows, {len(held_out)} held out, at most {longest} tokens in a sequence"
+    show_start(config, facts, described, memory, device, "rows")
     with RunLog(config, logging, name, steps, stage.shown, step, facts) as log, stop_signals() as signals:
         clock = SaveClock(logging)
 
@@ -212,18 +251,23 @@ def fit(
                 write_checkpoint(config, logging, trained, step, {"order": order}, kept, states)
             return directory if step else None
 
+        def evaluated() -> dict[str, float]:
+            numbers = measure(stage, held_out, size, backward=False)
+            return {f"eval/{name}": value for name, value in numbers.items() if name != "tokens"}
+
+        if checkpoint is None and held_out:
+            log.write(0, evaluated())
         while step < steps:
             with saved_on_error(partial(save, step, batches.order, trained.random_state())):
                 numbers = measure(stage, [rows[i] for i in batches.next()], size, backward=True)
                 numbers |= {"lr": optimizer.param_groups[0]["lr"], "epoch": (step + 1) / updates}
-                numbers["grad_norm"] = _update(optimizer, config.optimizer.max_grad_norm, step + 1, numbers["loss"])
+                numbers["grad_norm"] = _update(optimizer, config.optimizer, step + 1, numbers["loss"])
             scheduler.step()
             step += 1
             with saved_on_error(partial(save, step, batches.order)):
                 try:
                     if held_out and step % updates == 0:
-                        evaluated = measure(stage, held_out, size, backward=False)
-                        numbers |= {f"eval/{name}": value for name, value in evaluated.items() if name != "tokens"}
+                        numbers |= evaluated()
                 finally:
                     log.write(step, numbers)
             interrupted = signals[0] if signals and step < steps else None
@@ -240,19 +284,18 @@ def fit(
                     f"{model}: cannot save the model: {error}; it is in {checkpoint_of(logging, step)}, and --resume "
                     "writes it again"
                 ) from error
-        return log.summarize({"steps": step, "seconds": time.perf_counter() - started, "interrupted": interrupted})
+        seconds = time.perf_counter() - started
+        return log.summarize({"steps": step, "seconds": seconds, "resumed": first, "interrupted": interrupted})
 
 
 def finish(config: StageConfig, name: str, summary: dict[str, Any]) -> int:
-    """Print the result and the output paths of a command's run, and return its exit status."""
-    output = config.logging.output_dir
-    numbers = {metric: summary.get(metric) for metric in ("loss", "eval/loss", "accuracy", "eval/accuracy")}
-    values = ", ".join(f"{metric} {value:.4f}" for metric, value in numbers.items() if value is not None)
-    print(f"{name}: {summary['steps']} updates in {summary['seconds']:.0f} s. {values}")
-    print(f"metrics, curves, report and checkpoints: {output}")
-    if summary["interrupted"] is None:
-        print(f"model: {output / 'model'}")
-    return exit_status(summary["interrupted"], checkpoint_of(config.logging, summary["steps"]))
+    """Print the result of a command's run, its output paths and a command that can follow; return its exit status."""
+    model = config.logging.output_dir / "model"
+    scores = ("loss", "eval/loss", "accuracy", "eval/accuracy")
+    following = {"sft": "train", "dpo": "sample"}.get(name)
+    command = f"fastrl {following} CONFIG.toml --model.path {model}" if following else ""
+    command = command or f"fastrl train CONFIG.toml --reward.model {model}"
+    return show_end(config, name, "updates", "training.epochs", summary, scores, command)
 
 
 def measure(stage: Stage[Row], rows: Sequence[Row], size: int, *, backward: bool) -> dict[str, float]:
@@ -285,14 +328,14 @@ class Batches:
         return taken
 
 
-def _update(optimizer: torch.optim.Optimizer, max_grad_norm: float, step: int, loss: float) -> float:
+def _update(optimizer: torch.optim.Optimizer, settings: OptimizerConfig, step: int, loss: float) -> float:
     """One step of AdamW on the clipped gradient, which is then cleared; returns its norm before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
     if not math.isfinite(loss + norm):
         raise UserError(
-            f"step {step}: expected a finite loss and gradient, got loss {loss:.4g} and gradient norm {norm:.4g}; "
-            "optimizer.lr may be too high"
+            f"step {step}: expected a finite loss and gradient, got loss {loss:.4g} and gradient norm {norm:.4g}; if "
+            f"training diverged, {calmer(settings)}"
         )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

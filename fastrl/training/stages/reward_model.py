@@ -49,6 +49,10 @@ class RewardModelStage(Stage[Ranked]):
         """`reference` holds the sequences whose mean score will be 0."""
         self.model, self.tokenizer, self.dtype, self.reference = model, tokenizer, dtype, reference
 
+    def lengths(self, row: Ranked) -> list[int]:
+        """Those of the prompt with each response."""
+        return [len(tokens) for tokens in row.sequences]
+
     def part(self, rows: Sequence[Ranked], total: int) -> tuple[Tensor, dict[str, float]]:
         """Loss, accuracy, margin: means over a prompt's pairs, summed over prompts, divided by the update's prompts."""
         sequences = [tokens for row in rows for tokens in row.sequences]

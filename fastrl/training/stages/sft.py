@@ -34,6 +34,10 @@ class SFT(PolicyStage[Tokens]):
         """The model and its teacher."""
         return [self.model, *([self.distillation.teacher.model] if self.distillation else [])]
 
+    def lengths(self, row: Tokens) -> list[int]:
+        """That of the prompt with its completion."""
+        return [len(row.all)]
+
     def weight(self, row: Tokens) -> int:
         """The number of valid tokens."""
         return len(row.completion)

@@ -169,7 +169,7 @@ def test_a_run_goes_on_bit_for_bit_and_nothing_comes_between(name, arguments, at
     assert repeatable(folder) == repeatable(whole)
     assert results(folder) == results(whole) and all(results(whole))
     assert len(results(whole)) == 1 + (name != "train")
-    assert checkpoints(folder) == [f"step-{STEPS:06d}"]
+    assert checkpoints(folder) == ["step-000006", f"step-{STEPS:06d}"]
 
 
 def check_every_file(command, checkpoint, capfd):
@@ -198,7 +198,7 @@ def check_every_file(command, checkpoint, capfd):
 def check_the_record(command, path, capfd):
     """A damaged metrics.jsonl is refused by its line, and left as it is."""
     content = path.read_bytes()
-    for damaged, line in ((b"\0\0\n" + content, 1), (content + b"{}\n", 7), (content.replace(b"{", b"[", 1), 1)):
+    for damaged, line in ((b"\0\0\n" + content, 1), (content + b"{}\n", 8), (content.replace(b"{", b"[", 1), 1)):
         path.write_bytes(damaged)
         capfd.readouterr()
         assert main([*command, "--resume"]) == 2
@@ -282,8 +282,8 @@ def test_updates_of_a_step_that_fails_are_kept(arguments, failing, tmp_path):
 @pytest.mark.parametrize("name", ["train", "sft"])
 def test_an_error_in_an_evaluation_loses_no_step(name, arguments, failing, tmp_path, capfd):
     command = arguments(name, "run")
-    # In a stage every step measures once, and an epoch's last once more.
-    place, call, step = ("rl.train.evaluate", 1, 5) if name == "train" else ("stages.loop.measure", 5, 4)
+    # Once before the first step. In a stage every step measures once, and an epoch's last once more.
+    place, call, step = ("rl.train.evaluate", 2, 5) if name == "train" else ("stages.loop.measure", 6, 4)
     with failing(f"fastrl.training.{place}", call, ValueError("mine")), pytest.raises(ValueError, match="mine"):
         main(command)
     checkpoint = tmp_path / "run" / "checkpoints" / f"step-00000{step}"
@@ -332,13 +332,13 @@ def test_a_run_without_a_checkpoint_is_begun_again_by_resume(arguments, tmp_path
     assert repeatable(folder) == before
 
 
-def test_a_checkpoint_by_the_clock_takes_the_place_of_the_one_before(arguments, at_step, tmp_path):
+def test_checkpoints_by_the_clock_count_among_those_that_are_kept(arguments, at_step, tmp_path):
     found: list[list[str]] = []
     at_step(9, lambda: found.append(checkpoints(tmp_path / "run")))
     assert main(arguments("sft", "run", checkpoint_minutes=1e-9, checkpoint_every=5)) == 0
-    # keep_checkpoints is 2 here, and those of checkpoint_every stay.
-    assert found == [["step-000005", "step-000008"]]
-    assert checkpoints(tmp_path / "run") == ["step-000010", "step-000012"]
+    # keep_checkpoints is 2 here
+    assert found == [["step-000007", "step-000008"]]
+    assert checkpoints(tmp_path / "run") == ["step-000011", "step-000012"]
 
 
 def test_an_overwritten_run_is_kept_aside_if_it_has_a_checkpoint(arguments, failing, tmp_path):

@@ -57,7 +57,7 @@ def test_each_step_is_drawn_with_the_weights_of_the_last(server, make_config, ev
     updates = [body["weight_version"] for route, body in server.calls if route == "/finish_weight_update"]
     assert len(set(updates)) == len(updates) == 4  # three steps, and the evaluation after the last
     greedy = [body for body in server.asked() if body["sampling_params"]["temperature"] == 0]
-    assert len(greedy) == 2 and len(server.asked()) == 3 * 4 + 2
+    assert len(greedy) == 2 * 2 and len(server.asked()) == 3 * 4 + 2 * 2
 
 
 def test_what_a_run_writes_has_not_the_servers_key(make_server, make_config, tmp_path, capfd):
@@ -142,7 +142,7 @@ def test_an_evaluation_uses_up_no_seeds(server, make_config, eval_rows, fail_at,
     assert {entry for entry in drawn(server) if entry[0] not in HELD_OUT} == set(expected)
     sampled = [body for body in server.asked() if tuple(body["token_ids"]) in HELD_OUT]
     sampled = [body["sampling_params"]["seed"] for body in sampled if body["sampling_params"]["temperature"] > 0]
-    assert len(sampled) == 3 * 2 and len(set(sampled)) == 2  # the same each time
+    assert len(sampled) == 4 * 2 and len(set(sampled)) == 2  # the same each time, and before the first step
 
 
 def test_a_run_goes_on_with_its_engine_in_another_place(make_server, make_config, fail_at):

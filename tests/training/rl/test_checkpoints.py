@@ -18,9 +18,10 @@ from fastrl.training.common.checksums import CHECKSUMS, damage, write_checksums
 from fastrl.training.rl.train import train
 
 
-@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
+@pytest.mark.parametrize(("keep", "left"), [(None, [2, 3, 4]), (0, [1, 2, 3, 4]), (1, [4])])
 def test_old_checkpoints_are_pruned(trained, keep, left):
-    config = trained(training={"steps": 4}, logging={"checkpoint_every": 1, "keep_checkpoints": keep})
+    kept = {} if keep is None else {"keep_checkpoints": keep}
+    config = trained(training={"steps": 4}, logging={"checkpoint_every": 1, **kept})
     assert checkpoints(config) == [f"step-{step:06d}" for step in left]
 
 

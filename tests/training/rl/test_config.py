@@ -9,6 +9,7 @@ import fastrl
 from fastrl.base.errors import UserError
 from fastrl.training.common.settings import load_settings, parse_command_line
 from fastrl.training.rl.config import Config
+from fastrl.training.stages.config import DPOConfig, RewardModelConfig, SFTConfig
 
 MINIMAL = """
 [model]
@@ -148,6 +149,26 @@ def test_every_mistake_is_told_at_once(write):
     path = write(MINIMAL + "[rollout]\ntemperature = 0\n[training]\nsteps = 0\n")
     with pytest.raises(UserError, match=r"rollout\.temperature(.|\n)*training\.steps"):
         load_settings(Config, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapters", "lr"),
+    [
+        (Config, None, 1e-6),
+        (Config, 1, 1e-5),
+        (SFTConfig, None, 1e-5),
+        (SFTConfig, 1, 1e-4),
+        (DPOConfig, None, 5e-7),
+        (DPOConfig, 1, 5e-6),
+        (RewardModelConfig, None, 1e-5),
+    ],
+)
+def test_the_learning_rate_follows_the_command_and_adapters(kind, adapters, lr):
+    tables = {"model": {"path": "a/b", "lora_rank": adapters}, "data": {"path": "rows.jsonl"}}
+    if kind is Config:
+        tables |= {"reward": {"function": "fastrl.rewards.exact"}, "objective": {"name": "grpo"}}
+    assert kind.model_validate(tables).optimizer.lr == lr
+    assert kind.model_validate(tables | {"optimizer": {"lr": 0.5}}).optimizer.lr == 0.5
 
 
 def test_a_file_that_is_not_there(write, tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mistakes import error_of
-from run_files import json_lines, records, state
+from run_files import checkpoints, json_lines, records, state
 from safetensors import safe_open
 
 import fastrl.training.rl.experience as experience
@@ -137,8 +137,9 @@ def test_the_batch_is_kept_to_be_looked_at_and_only_the_last_few(make_config, po
     last = config.logging.output_dir / "skipped" / "step-000005-update-0002"
     assert error == (
         "step 5: the loss or its gradient was not finite in 10 updates in a row (training.max_skipped_updates); the "
-        f"last one's batch is in {last}; saved in {config.logging.output_dir}/checkpoints/step-000004; the same "
-        "command with --resume goes on from there"
+        f"last one's batch is in {last}; if the policy diverged, lower optimizer.lr (0.002) or "
+        "optimizer.max_grad_norm, or raise optimizer.warmup_updates; saved in "
+        f"{config.logging.output_dir}/checkpoints/step-000004; the same command with --resume goes on from there"
     )
     assert saved(config) == ["step-000004-update-0002", "step-000005-update-0001", "step-000005-update-0002"]
     with safe_open(last / "rollout.safetensors", "pt") as file:
@@ -160,6 +161,31 @@ def test_the_batch_is_kept_to_be_looked_at_and_only_the_last_few(make_config, po
     for text, tokens, used in zip(texts, tensors["input_ids"], tensors["attention_mask"], strict=True):
         assert text["prompt"] == "".join(vocabulary[token] for token in tokens[:4])
         assert text["completion"] == "".join(vocabulary[token] for token in tokens[4:][used[4:]])
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_policy_that_diverged_is_told_with_what_to_change_and_takes_no_checkpoints_place(
+    make_config, monkeypatch, evaluated
+):
+    """Sampled in the next step, or evaluated greedily after this one."""
+    update = module.update
+
+    def diverging(run, rollout):
+        numbers = update(run, rollout)
+        if run.step == 2:
+            run.policy.weight.data.mul_(math.nan)
+        return numbers
+
+    monkeypatch.setattr(module, "update", diverging)
+    logging, every = {"checkpoint_every": 1}, 1 if evaluated else None
+    config = make_config(training={"steps": 4}, logging=logging, evaluation={"every": every})
+    assert error_of(train, config) == (
+        f"the policy diverged at step {2 if evaluated else 3}: its logits are not finite; lower optimizer.lr (0.002) "
+        "or optimizer.max_grad_norm, or raise optimizer.warmup_updates; an earlier checkpoint can start a new run, as "
+        "model.path"
+    )
+    assert len(records(config)) == 2
+    assert checkpoints(config) == ["step-000001", "step-000002"][: 1 if evaluated else 2]
 
 
 def test_only_updates_in_a_row_stop_the_run(make_config, trained, poison):
@@ -236,8 +262,8 @@ def test_ctrl_c_in_a_reward_is_the_users(rewarded):
 @pytest.mark.parametrize(
     ("condition", "expected"),
     [
-        ("len(prompts) > 20", "on samples 0 to 23 together, on neither half of them alone"),
-        ("len(prompts) > 6", "on samples 0 to 11 together, on neither half of them alone"),
+        ("20 < len(prompts) < 100", "on samples 0 to 23 together, on neither half of them alone"),
+        ("6 < len(prompts) < 100", "on samples 0 to 11 together, on neither half of them alone"),
         ("completions", "on sample 0: prompt "),
     ],
 )

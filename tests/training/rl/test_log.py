@@ -18,7 +18,7 @@ from fastrl.training.common.report import write_report
 from fastrl.training.rl.train import SHOWN, train
 
 LINE = re.compile(
-    r"step (\d)/2  reward [\d.e-]+  (?:eval/reward [\d.e-]+  )?entropy [\d.]+  kl [\d.e-]+  clip_frac [\d.e-]+  "
+    r"step (\d)/2  reward [\d.e-]+  (?:eval/reward [\d.e-]+  )?entropy [\d.]+  clip_frac [\d.e-]+  "
     r"length [\d.]+  grad_norm [\d.e-]+  time/step [\d.e-]+  left (\d\d:\d\d)"
 )
 # Line separators that JSON leaves as they are, which str.splitlines takes for ends.
@@ -76,7 +76,8 @@ def test_a_run_leaves_samples_a_report_and_curves_and_prints_a_line_a_step(train
     report = (run / "report.html").read_text()
     assert all(row["prompt"] in report for row in found) and "grad_norm" in report
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    first, *lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert re.fullmatch(r"step 0/2  eval/reward [\d.]+", first)  # and no kl, where the objective has no such term
     assert len(lines) == 2
     for step, line in enumerate(lines, 1):
         match = LINE.fullmatch(line)
@@ -202,9 +203,10 @@ def test_wandb_gets_the_config_every_step_and_the_end(trained, wandb):
     config = trained(logging={"wandb": "mine"})
     (_, arguments), *logs, end = wandb.calls
     given = {"project": "mine", "dir": config.logging.output_dir, "config": config.model_dump(mode="json")}
+    given["config"]["training"]["micro_batch_size"] = 24  # the whole rollout, which fits
     assert arguments == given | {"id": None, "resume": None}
-    assert [(kind, step) for kind, step, _ in logs] == [("log", 1), ("log", 2)]
-    assert [{"step": step, **record} for _, step, record in logs] == records(config)
+    assert [(kind, step) for kind, step, _ in logs] == [("log", 0), ("log", 1), ("log", 2)]
+    assert [{"step": step, **record} for _, step, record in logs[1:]] == records(config)
     assert end == ("finish", 0)
 
 

@@ -88,7 +88,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(prepare, ask, tables):
     expected = json.loads((whole.logging.output_dir / "summary.json").read_text())
     given = json.loads((config.logging.output_dir / "summary.json").read_text())
     assert given == summary and given["interrupted"] is None
-    for name in set(expected) - {"seconds"}:
+    for name in set(expected) - {"seconds", "resumed"}:
         assert name.startswith(("time/", "memory/")) or given[name] == expected[name], name
 
 
@@ -124,14 +124,18 @@ def test_a_killed_run_resumes_at_its_last_checkpoint_and_no_step_is_recorded_twi
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_complete_run_has_nothing_left_to_do_but_more_steps(prepare):
+def test_a_complete_run_has_nothing_left_to_do_but_more_steps(prepare, tmp_path, capsys):
     constant = {**PLAIN, "optimizer": {"schedule": "constant"}}
     config = prepare("more", {**constant, "training": {"steps": 3}})
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     first, before = train(config), repeatable(config)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     again = train(config, resume=True)
-    assert again | {"seconds": 0} == first | {"seconds": 0} and repeatable(config) == before
+    assert again | {"seconds": 0} == first | {"seconds": 0, "resumed": 3} and repeatable(config) == before
+    assert main(["train", write_toml(tmp_path / "more.toml", config.model_dump(mode="json")), "--resume"]) == 0
+    *_, done, _, follows = capsys.readouterr().out.splitlines()
+    assert done.startswith("grpo: complete, all 3 steps were done before. eval/reward ")
+    assert follows.startswith("next: the same with --resume and a larger --training.steps, or fastrl sample ")
     more = prepare("more", {**constant, "training": {"steps": 4}})
     assert train(more, resume=True)["steps"] == 4
     assert repeatable(more)[:3] == before and len(repeatable(more)) == 4
@@ -183,7 +187,7 @@ def test_a_signal_finishes_the_step_and_the_status_says_which(command, ask, numb
 
     ask(2, number)  # in the last step: it is complete all the same
     assert main([*arguments, "--resume"]) == 0
-    assert len(records(config)) == 4 and checkpoints(config) == ["step-000004"]
+    assert len(records(config)) == 4 and checkpoints(config) == ["step-000002", "step-000004"]
 
 
 def test_a_second_ctrl_c_ends_at_once(command, ask, capsys):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mistakes import error_of
-from run_files import checkpoints, records, repeatable
+from run_files import checkpoints, json_lines, records, repeatable
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastrl.training.rl.train as module
@@ -29,6 +29,8 @@ def test_a_run_leaves_metrics_a_summary_events_and_checkpoints(make_config):
     first, last = records(config)
     assert set(first) == set(last) == METRICS | {"step", "eval/reward", "eval/exact_match"}
     assert (first["step"], last["step"]) == (1, 2)
+    before = json_lines(run / "metrics.jsonl")[0]
+    assert set(before) == {"step", "eval/reward", "eval/exact_match", "time/evaluation"} and before["step"] == 0
     assert summary["eval/reward"] == last["eval/reward"]
     assert json.loads((run / "summary.json").read_text()) == summary
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))

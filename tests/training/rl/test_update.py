@@ -7,6 +7,8 @@ import torch
 from digit_models import OBJECTIVES
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs
 
+from fastrl.training.common.optimizer import make_optimizer
+from fastrl.training.common.sections import OptimizerConfig
 from fastrl.training.rl.update import merge_metrics
 
 
@@ -56,3 +58,25 @@ def test_a_minibatch_is_averaged_over_its_own_tokens_sequences_and_prompts(make_
     alone, _ = gradients(bare_run(policy, OBJECTIVES[objective]), rollout.select(rows))
     assert alone.norm() > 0
     torch.testing.assert_close(of_rollout, alone, rtol=1e-4, atol=1e-6 * float(alone.abs().max()))
+
+
+RATES = {
+    "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1],
+    "linear": [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25],
+    "cosine": [0.25, 0.5, 0.75, 1, 1, 0.853553, 0.5, 0.146447],
+}
+
+
+@pytest.mark.parametrize("schedule", RATES)
+@pytest.mark.parametrize(("warmup", "told"), [(4, False), (8, False), (9, True)])
+def test_the_learning_rate_rises_from_above_0_and_a_warm_up_beyond_the_run_is_told(schedule, warmup, told, capsys):
+    settings = OptimizerConfig(lr=0.5, schedule=schedule, warmup_updates=warmup)
+    optimizer, scheduler = make_optimizer([([torch.ones(1, requires_grad=True)], settings.peak)], settings, 8)
+    rates = []
+    for _ in range(8):
+        rates.append(optimizer.param_groups[0]["lr"] / 0.5)
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(RATES[schedule] if warmup == 4 else [n / warmup for n in range(1, 9)], abs=1e-6)
+    warning = "fastrl: warning: optimizer.warmup_updates is 9, but the run has 8 updates, so its learning rate ends at "
+    assert capsys.readouterr().err == (f"{warning}0.889 of optimizer.lr\n" if told else "")

@@ -143,7 +143,7 @@ def test_sample_then_sft_then_a_model(tables, tmp_path, policy_path, capsys):
         "logging": {"output_dir": "sft", "tensorboard": False},
     }
     assert main(["sft", write_toml(tmp_path / "sft.toml", sft)]) == 0
-    assert f"model: {tmp_path}/sft/model" in capsys.readouterr().out
+    assert f"--model.path {tmp_path}/sft/model" in capsys.readouterr().out
     first, *_, last = records(tmp_path / "sft")
     assert last["loss"] < 0.7 * first["loss"]
     logits = AutoModelForCausalLM.from_pretrained(tmp_path / "sft" / "model")(torch.arange(12)[None]).logits

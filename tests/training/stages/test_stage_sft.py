@@ -1,17 +1,19 @@
 """Supervised fine-tuning: the gradient is that of dense logits, the model learns, and what is left is a model."""
 
+import json
+
 import pytest
 import torch
 from digit_models import assert_gradient, gradient_of
 from own_engine import generate
-from run_files import records
+from run_files import json_lines, records
 from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, PromptFormat
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.rollout import completion_texts
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.common.sections import ModelConfig, OptimizerConfig, RolloutConfig
 from fastrl.training.common.transcript import Transcript
 from fastrl.training.stages.config import SFTConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import _update, measure, save_model
@@ -138,7 +140,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_have_it(
     optimizer = torch.optim.AdamW([weight], lr=0.1)
     weight.grad = torch.tensor([0.5, torch.nan])
     with pytest.raises(UserError, match=r"step 3: .*, got loss 1 and gradient norm nan"):
-        _update(optimizer, 1.0, 3, 1.0)
+        _update(optimizer, OptimizerConfig(lr=0.1), 3, 1.0)
     assert weight.tolist() == [1.0, 1.0]
 
 
@@ -148,6 +150,24 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings, write_rows, tmp_path)
     with pytest.raises(UserError, match=r"step \d: expected a finite loss and gradient, got loss .*optimizer\.lr"):
         train(SFTConfig.model_validate(config))
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_an_update_is_halved_until_it_fits_and_the_header_says_so(settings, write_rows, tmp_path, monkeypatch, capsys):
+    path = write_rows([{"prompt": "12=", "completion": "21"}] * 8)
+    monkeypatch.setattr("fastrl.training.common.micro_batch.free_bytes", lambda device: 1)
+    tables = settings(path, data={"eval_path": str(path)})
+    train(SFTConfig.model_validate(tables))
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["micro_batch_size"] == 1
+    first = json_lines(tmp_path / "run" / "metrics.jsonl")[0]
+    assert set(first) == {"step", "eval/loss"} and first["step"] == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [label for label, _ in lines[:9]] == [
+        *("run", "model", "output", "parameters", "device", "data", "losses", "memory", "step")
+    ]
+    texts = dict(lines)
+    assert texts["run"] == "sft: 1 epoch in updates of 32 rows" and texts["output"] == str(tmp_path / "run")
+    assert texts["data"] == "8 rows, 8 held out, at most 6 tokens in a sequence"
+    assert texts["losses"].startswith("plan ") and "micro-batches of 1 rows" in texts["memory"]
 
 
 def test_empty_completions_are_counted(settings, write_rows, capsys):

@@ -1,0 +1,61 @@
+"""What a command that trains prints before its first step and after its last."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastrl.planning.budget import memory_bytes, text
+from fastrl.training.common.checkpoint import checkpoint_of
+from fastrl.training.common.interruption import exit_status
+from fastrl.training.common.loading import name_of
+from fastrl.training.common.micro_batch import Expected
+
+
+def _show(lines: Mapping[str, str]) -> None:
+    for label, line in lines.items():
+        print(f"{label:<12}{line}", flush=True)
+
+
+def show_run(config: Any, what: str) -> None:
+    """Print what is known before the model is loaded: what the run is, of which model, and where it writes."""
+    _show({"run": what, "model": name_of(config.model), "output": str(config.logging.output_dir)})
+
+
+def show_start(
+    config: Any, facts: Mapping[str, str], data: str, memory: Expected, device: torch.device, rows: str
+) -> None:
+    """Print the rest, once everything is loaded: `facts` are those of `run_facts`, `rows` what a micro-batch holds."""
+    lines = {"parameters": f"{facts['parameters']}; {facts['dtype']}", "device": facts["device"], "data": data}
+    if memory.plan is not None:
+        lines["losses"] = f"plan {memory.plan.name}, at most {text(memory.losses)} of temporary memory"
+    size = config.training.micro_batch_size
+    batch = "a minibatch" if size is None else f"micro-batches of {size} {rows}"
+    lines["memory"] = (
+        f"{text(memory.weights + memory.more)} of {text(memory_bytes(device.type, device.index))} expected (modelled): "
+        f"weights {text(memory.weights)}, gradients and moments {text(memory.updates)}, {batch} "
+        f"{text(memory.activations)}"
+    )
+    _show(lines)
+
+
+def show_end(
+    config: Any, name: str, unit: str, length: str, summary: Mapping[str, Any], scores: Sequence[str], following: str
+) -> int:
+    """Print what a run did, where it is, and a command that can follow. Returns the exit status.
+
+    `unit` is what the run counts, `length` the field that sets their number, `scores` the metrics to print.
+    """
+    done, interrupted = summary["steps"], summary["interrupted"]
+    values = ", ".join(f"{metric} {summary[metric]:.4f}" for metric in scores if summary.get(metric) is not None)
+    complete = done == summary["resumed"]
+    if complete:
+        print(f"{name}: complete, all {done} {unit} were done before. {values}")
+    else:
+        print(f"{name}: {done} {unit} in {summary['seconds']:.0f} s. {values}")
+    print(f"metrics, report and checkpoints: {config.logging.output_dir}")
+    if interrupted is None:
+        more = complete and config.optimizer.schedule == "constant"
+        longer = f"the same with --resume and a larger --{length}, or " if more else ""
+        print(f"next: {longer}{following}")
+    return exit_status(interrupted, checkpoint_of(config.logging, done))

@@ -1,0 +1,104 @@
+"""What the memory of `fastrl train` depends on: the largest calls of its losses, and the size of its micro-batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastrl import REINFORCE, Objective
+from fastrl.objectives.row_local import Given
+from fastrl.planning.budget import memory_bytes
+from fastrl.training.common.distillation import teacher_width
+from fastrl.training.common.memory_needs import LossCall, chosen_plans
+from fastrl.training.common.micro_batch import Expected, activation_bytes, expected, sized
+from fastrl.training.common.policy import Policy
+from fastrl.training.engines.vllm_process import GPU_SHARE
+from fastrl.training.rl.config import Config, DistillationConfig
+from fastrl.training.rl.objective_config import ranks_tokens, reads_sampler
+
+
+def loss_calls(config: Config, objective: Objective, size: int) -> list[LossCall]:
+    """The largest calls of the vocabulary's losses that the config allows, with every completion at its longest.
+
+    `size`: sequences in a micro-batch.
+    """
+    training, sampling, pretraining = config.training, config.rollout, config.pretraining
+    longest, micro = sampling.max_new_tokens, min(size, config.sequences)
+    update = min(micro, config.minibatch) * longest
+    on_policy = training.epochs * training.minibatches == 1
+    distillation = config.distillation
+    sampled = distillation is not None and distillation.form == "sampled"
+    uneven = sampled or config.advantages.per_token
+    inputs = Given(not on_policy, reads_sampler(objective), uneven=uneven)
+    shared: dict[str, Any] = {"longest": longest, "packed": training.packing, "truncated": sampling}
+    calls = []
+    if config.has_policy_loss:
+        what = "the policy's loss"
+        calls.append(LossCall(what, update, update, objective=objective, inputs=inputs, own_leaf=True, **shared))
+    reads_reference = objective.kl is not None and objective.kl.needs_reference
+    reads_norms = config.rewarded and config.advantages.estimator == "optimal_token_baseline"
+    if config.has_policy_loss and (not on_policy or config.kl is not None or reads_reference or sampled or reads_norms):
+        calls.append(LossCall("log-probabilities", micro * longest, micro * longest, gradients=False, **shared))
+    if distillation is not None:
+        calls += _distillation_calls(config, distillation, micro * longest if sampled else update, shared)
+    if pretraining is not None:
+        tokens = pretraining.batch_size * (pretraining.length - 1)
+        calls.append(LossCall("pretraining's loss", tokens, tokens, pretraining.length - 1, False, REINFORCE()))
+    return calls
+
+
+def _distillation_calls(
+    config: Config, settings: DistillationConfig, tokens: int, shared: dict[str, Any]
+) -> list[LossCall]:
+    """The calls over this many tokens that a teacher adds."""
+    width = teacher_width(settings, config.model)
+    if settings.form != "sampled":  # over the whole vocabulary, whatever the sampling leaves
+        shared = shared | {"truncated": None}
+    calls = [LossCall("the teacher's log-probabilities", tokens, tokens, gradients=False, width=width, **shared)]
+    shared = shared | {"own_leaf": True}
+    if settings.form == "full":
+        objective = REINFORCE()  # a token at a time too
+        calls.append(LossCall("the divergence", tokens, tokens, objective=objective, teacher=width, **shared))
+    elif settings.form == "top-k":
+        what = "log-probabilities of the teacher's entries"
+        calls.append(LossCall(what, tokens, tokens, entries=settings.top_k, **shared))
+    return calls
+
+
+def least_size(config: Config, objective: Objective) -> int:
+    """The size of the micro-batches, or the least that may be chosen."""
+    return config.training.micro_batch_size or (config.sequences if ranks_tokens(objective) else 1)
+
+
+def with_micro_batches(
+    config: Config, objective: Objective, policy: Policy, others: Sequence[torch.nn.Module], longest: int | None
+) -> tuple[Config, Expected]:
+    """The config with the size of its micro-batches, and what the run is expected to take.
+
+    A size that is not given is the whole rollout's, halved until the run fits what the device has free now. `others`
+    are the run's other models, on the device as the policy is, and `longest` is a sequence's length, if it is known.
+    """
+    length = longest or 2 * config.rollout.max_new_tokens
+    settings, training, text = config.model, config.training, config.pretraining
+
+    def expect(size: int) -> Expected:
+        update = min(size, config.minibatch)
+        held = activation_bytes(policy.model, settings, update * length, length)
+        held = max(held, activation_bytes(policy.model, settings, size * length, length, backward=False))
+        if text is not None:
+            held = max(held, activation_bytes(policy.model, settings, text.batch_size * text.length, text.length))
+        plans = chosen_plans(training, settings, policy, loss_calls(config, objective, size))
+        return expected([policy.model, *others], held, plans)
+
+    if ranks_tokens(objective):
+        return config, expect(config.sequences)
+    return sized(config, config.sequences, expect, policy.device, _engine_bytes(config, policy))
+
+
+def _engine_bytes(config: Config, policy: Policy) -> float:
+    """What an engine of the run's own will take of the policy's GPU, and keep during an update."""
+    rollout = config.rollout
+    if policy.device.type != "cuda" or rollout.engine != "vllm" or rollout.url is not None or rollout.sleep:
+        return 0.0
+    share: float = rollout.engine_options.get("gpu_memory_utilization", GPU_SHARE)
+    return share * memory_bytes("cuda", policy.device.index)
