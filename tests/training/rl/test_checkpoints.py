@@ -123,7 +123,7 @@ def test_another_dataset_is_refused(trained, example, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one(trained):
-    config = trained(training={"steps": 4}, logging={"checkpoint_every": 1})
+    config = trained(training={"steps": 4}, logging={"checkpoint_every": 1, "keep_checkpoints": 4})
     folder = config.logging.output_dir / "checkpoints"
 
     def refused():
