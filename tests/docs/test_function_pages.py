@@ -132,7 +132,8 @@ def test_a_methods_docstring_names_its_arguments(name, method):
 
 def made_by_callers():
     """The dataclasses that a caller makes: gates, objectives and their parts."""
-    return {name: kind for name, kind in CLASSES.items() if dataclasses.is_dataclass(kind) and name != "MemoryPlans"}
+    returned = ("MemoryPlans", "Explanation")
+    return {name: x for name, x in CLASSES.items() if dataclasses.is_dataclass(x) and name not in returned}
 
 
 @pytest.mark.parametrize("name", made_by_callers())

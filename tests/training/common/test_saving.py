@@ -6,6 +6,7 @@ import pytest
 from digit_models import EXAMPLE, MODEL, TOKENIZER
 from mistakes import error_of
 from places import EXAMPLES
+from run_files import config_of
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from fastrl.training.rl import train as rl
@@ -45,7 +46,7 @@ def command(tmp_path):
         with (EXAMPLES / "stages" / f"{name}.jsonl").open() as file:
             rows.write_text("".join(next(file) for _ in range(2)))
         tables |= {"data": {"path": str(rows)}, "training": shared["training"] | {"epochs": 1}}
-        return lambda: STAGES[name].train(STAGES[name].Config.model_validate(tables))
+        return lambda: STAGES[name].train(config_of(STAGES[name]).model_validate(tables))
 
     return command
 

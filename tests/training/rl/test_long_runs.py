@@ -248,16 +248,16 @@ def test_a_correction_weighs_by_the_samplers_own_logprobs(load, bare_run, level,
 
 
 def test_a_run_with_a_correction_reads_what_the_recorder_saw(make_config, monkeypatch):
-    """A sampler that never draws what it says: with every ratio below the bound of rejection nothing is learned."""
+    """A sampler that never draws what it says: with every ratio above the bound of rejection nothing is learned."""
     table = {"low": 0.2, "high": 2.0, "reject": [0.5, 4.0]}
     config = make_config(objective={"name": "dapo"}, rollout_correction=table, training={"steps": 1, "minibatches": 1})
     run = running.make_run(config)
     first, _ = module.take_step(run)
     assert run.reads_sampler and first["grad_norm"] > 0 and first["rollout_ess"] > 0.99
     told = SamplingMaskRecorder.logprobs
-    monkeypatch.setattr(SamplingMaskRecorder, "logprobs", lambda *arguments: told(*arguments) + 5)
+    monkeypatch.setattr(SamplingMaskRecorder, "logprobs", lambda *arguments: told(*arguments) - 5)
     numbers, _ = module.take_step(run)
-    assert numbers["rollout_frac_rejected"] == 1 and numbers["rollout_weight_mean"] < 0.1
+    assert numbers["rollout_frac_rejected"] == 1 and numbers["rollout_weight_mean"] > 100
     assert numbers["policy_loss"] == 0 and numbers["mismatch/abs_log_ratio"] == pytest.approx(5, abs=1e-4)
 
 
