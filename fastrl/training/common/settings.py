@@ -83,7 +83,10 @@ def parse_command_line(
     """
     usage = "".join(f" [--{name}]" for name in switches) + "".join(f" [--{name} VALUE]" for name in short)
     parser = argparse.ArgumentParser(
-        usage=f"fastrl {command} CONFIG{usage} [--section.field value ...]", allow_abbrev=False, add_help=False
+        prog=f"fastrl {command}",
+        usage=f"fastrl {command} CONFIG{usage} [--section.field value ...]",
+        allow_abbrev=False,
+        add_help=False,
     )
     parser.add_argument("file", metavar="CONFIG", type=Path)
     for name in switches:

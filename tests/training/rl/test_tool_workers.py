@@ -143,6 +143,8 @@ def tools(prompts, completions, **columns):
 """)
     tables = {"rollout": {"tools": f"{tmp_path}/mine.py:tools", "tool_timeout": 1.0}, "training": {"steps": 5}}
     config = make_config(**tables)
+    data = config.data.model_copy(update={"eval_path": None})  # an evaluation, before the step, would make the call
+    config = config.model_copy(update={"data": data})
     train(config)
     (line,) = records(config)
     assert line["tools/timeouts"] == 1 and line["time/tools"] >= 1
