@@ -17,6 +17,7 @@ from fastrl.base import dependencies
 from fastrl.base.dependencies import TRAIN
 from fastrl.base.errors import UserError, out_of_memory
 from fastrl.base.spelling import nearest
+from fastrl.training.common.interruption import ending_at_once
 
 USAGE = """usage: fastrl COMMAND ...
 
@@ -71,7 +72,9 @@ def _run(command: str, argv: list[str]) -> int:
     if missing := dependencies.missing(needs):
         return _fail(f"{command} needs packages that are not installed: {dependencies.how_to_install(missing)}")
     if command in MODULES:
-        status: int = import_module(f"fastrl.{MODULES[command]}").main(argv)
+        with ending_at_once():
+            module = import_module(f"fastrl.{MODULES[command]}")
+        status: int = module.main(argv)
         return status
     if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":  # torchrun's
         return _fail(f"{command} runs in one process, and torchrun started {processes}: start it without torchrun")
@@ -79,13 +82,11 @@ def _run(command: str, argv: list[str]) -> int:
 
 
 def _train(command: str, argv: list[str]) -> int:
-    from fastrl.training.common.interruption import ending_at_once
-
     with ending_at_once():
         from fastrl.planning.budget import BudgetTooSmall
-        from fastrl.training.commands import prepared
+        from fastrl.training.commands import read_command
 
-        work = prepared(command, argv)
+        work = read_command(command, argv)
     try:
         return work()
     except BudgetTooSmall as error:  # for what no config contains, such as the size of recorded supports

@@ -45,7 +45,7 @@ def _of_config(name: str) -> str:
     short = {option: f"--{other}" for other, option in command.short.items()}
     switches = "".join(f" [--{switch}]" for switch in command.switches)
     lines = [
-        f"usage: fastrl {name} CONFIG{switches} [--table.field VALUE ...]",
+        f"usage: fastrl {name} CONFIG{switches} [--section.field value ...]",
         "",
         _filled(command.about),
         "",

@@ -105,6 +105,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         )
     # An objective that draws at random does so before its plan runs; the next call must draw the same numbers.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    generator = getattr(getattr(kwargs.get("objective"), "covariance", None), "generator", None)
+    drawn = None if generator is None else generator.get_state()
     before = plans.observer.set(_stop)
     try:
         with torch.random.fork_rng(gpus):
@@ -113,6 +115,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         return explanation_of(stopped.plan)
     finally:
         plans.observer.reset(before)
+        if generator is not None:
+            generator.set_state(drawn)
     raise ValueError("function must call a loss from hidden states (fastrl.linear_*), but it returned without")
 
 

@@ -64,7 +64,7 @@ COMMANDS = {
 }
 
 
-def prepared(name: str, argv: list[str]) -> Callable[[], int]:
+def read_command(name: str, argv: list[str]) -> Callable[[], int]:
     """Read `fastrl NAME CONFIG.toml [--section.field value ...]`; returns its work, which returns the exit status.
 
     Raises UserError for what the user can fix, and SystemExit (argparse) for a missing config or value.

@@ -173,9 +173,9 @@ def _data(seen: Look, options: argparse.Namespace, path: Path, longest: int) -> 
 
 def _sampling(seen: Look, path: Path, on_gpu: bool, room: tuple[int, int]) -> dict[str, list[Line]]:
     """The tables of `fastrl train` alone."""
-    reward, why = seen.task.reward or f"{FRAME}:reward", seen.task.why
-    file, colon, name = reward.rpartition(":")
-    function = f"{_place(file, path)}:{name}" if colon else reward
+    reward, why = seen.task.reward, seen.task.why
+    file, colon, name = (reward or "").rpartition(":")
+    function = f"{_place(file, path)}:{name}" if colon else reward or f"{FRAME}:reward"  # beside the config
     prompts, completions = min(32 if on_gpu else 8, len(seen.rows)), 8 if on_gpu else 4
     rollout = [
         Line("prompts_per_step", prompts, "more give a steadier gradient"),

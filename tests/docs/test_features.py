@@ -448,7 +448,7 @@ def test_commands(configured: Callable[..., str], row: str, tmp_path: Path) -> N
 
 def _takes_resume(command: str, folder: Path) -> bool:
     with pytest.raises(UserError) as found:
-        commands.prepared(command.strip("`"), [str(folder / "none.toml"), "--resume"])
+        commands.read_command(command.strip("`"), [str(folder / "none.toml"), "--resume"])
     return "cannot read the config" in str(found.value)  # else the option is not known
 
 

@@ -123,3 +123,15 @@ def test_an_adapter_says_its_plan_once_and_not_while_it_is_explained(
         adapted(*args, **options)
         adapted(*args, **options)
     assert caplog.messages == [f"fastrl computes somebody's loss: {explained.summary}"]
+
+
+def test_an_objectives_own_generator_is_left_as_it_was():
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    hidden, weight, targets = torch.randn(2, 3, 8), torch.randn(16, 8), torch.zeros(2, 3, dtype=torch.int64)
+    objective = fastrl.ClipCov(generator=generator)
+    arguments = {"objective": objective, "advantages": torch.ones(2), "old_logprobs": torch.full((2, 3), -2.0)}
+    fastrl.explain(fastrl.linear_policy_loss, hidden, weight, targets, **arguments)
+    assert torch.equal(generator.get_state(), before)
+    fastrl.linear_policy_loss(hidden, weight, targets, **arguments)
+    assert not torch.equal(generator.get_state(), before)

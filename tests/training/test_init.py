@@ -266,6 +266,15 @@ def test_the_longest_prompt_and_completion_fit_the_context(folder: Path, write_r
     assert written["data"]["max_prompt_tokens"] + written["rollout"]["max_new_tokens"] == 512
 
 
+def test_the_frame_of_a_reward_is_the_one_beside_the_config(folder: Path, write_rows: Callable[..., Path]) -> None:
+    write_rows([{"prompt": "Tell a story."}])
+    (folder / "reward.py").write_text("another\n")
+    (folder / "sub").mkdir()
+    assert main(["init", "--model", "text", "--data", "rows.jsonl", "--output", "sub/train.toml"]) == 0
+    assert tomllib.loads((folder / "sub" / "train.toml").read_text())["reward"]["function"] == "reward.py:reward"
+    assert "def reward(" in (folder / "sub" / "reward.py").read_text()
+
+
 def test_a_split_of_a_dataset_is_held_out(folder: Path, write_rows: Callable[..., Path]) -> None:
     (folder / "set").mkdir()
     for split in ("train", "test"):

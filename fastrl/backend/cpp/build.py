@@ -89,7 +89,7 @@ def _macros(command: list[str]) -> str:
 
 def cache_directory() -> Path:
     """The folder of compiled libraries: `$XDG_CACHE_HOME/fastrl`, by default `~/.cache/fastrl`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastrl"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fastrl"
 
 
 def _writable_cache() -> Path:
@@ -97,7 +97,7 @@ def _writable_cache() -> Path:
         cache_directory().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache_directory()):
             return cache_directory()
-    except (OSError, RuntimeError):  # RuntimeError: no home directory
+    except OSError:
         # A private folder: where others can write, they could replace the library.
         return Path(tempfile.mkdtemp(prefix="fastrl-"))
 
@@ -134,7 +134,9 @@ def build(name: str, files: Mapping[str, str]) -> Path:
     if target.exists():
         return target
     target = _writable_cache() / library
-    _LOG.warning("fastrl: compiling the C++ backend, once; it is kept in %s", target.parent)
+    ninja = _ninja()
+    kept = "once; it is kept" if target.parent == cache_directory() else "for this process alone"
+    _LOG.warning("fastrl: compiling the C++ backend, %s in %s", kept, target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{name}-build-") as folder:
         for file, text in files.items():
             (Path(folder) / file).write_text(text)
@@ -142,6 +144,6 @@ def build(name: str, files: Mapping[str, str]) -> Path:
         quoted = shlex.join(command).replace("$", "$$")
         rule = _NINJA_FILE.format(command=quoted, library=library, sources=sources)
         (Path(folder) / "build.ninja").write_text(rule)
-        _run([_ninja(), "-C", folder], "compiling the C++ backend")
+        _run([ninja, "-C", folder], "compiling the C++ backend")
         os.replace(Path(folder) / library, target)
     return target

@@ -30,7 +30,8 @@ def show_start(
     if memory.plan is not None:
         lines["losses"] = f"plan {memory.plan.name}, at most {text(memory.losses)} of temporary memory"
     size = config.training.micro_batch_size
-    batch = "a minibatch" if size is None else f"micro-batches of {size} {rows}"
+    most = getattr(config, "minibatch", size)  # of `fastrl train`: an update has no more
+    batch = "a minibatch" if size is None else f"micro-batches of {min(size, most)} {rows}"
     lines["memory"] = (
         f"{text(memory.weights + memory.more)} of {text(memory_bytes(device.type, device.index))} expected (modelled): "
         f"weights {text(memory.weights)}, gradients and moments {text(memory.updates)}, {batch} "
@@ -52,7 +53,8 @@ def show_end(
     if complete:
         print(f"{name}: complete, all {done} {unit} were done before. {values}")
     else:
-        print(f"{name}: {done} {unit} in {summary['seconds']:.0f} s. {values}")
+        earlier = f", after {summary['resumed']} before" if summary["resumed"] else ""
+        print(f"{name}: {done - summary['resumed']} {unit} in {summary['seconds']:.0f} s{earlier}. {values}")
     print(f"metrics, report and checkpoints: {config.logging.output_dir}")
     if interrupted is None:
         more = complete and config.optimizer.schedule == "constant"

@@ -28,7 +28,7 @@ class Expected(NamedTuple):
     updates: int  # gradients and AdamW's two moments
     losses: int  # temporary, in the plan that takes most
     activations: int  # modelled
-    plan: Plan | None = None  # of the first of them
+    plan: Plan | None = None  # that one
 
     @property
     def more(self) -> int:
@@ -43,8 +43,8 @@ def expected(models: Iterable[torch.nn.Module], activations: int, plans: Sequenc
     trained = [4 * p.numel() for p in parameters if p.requires_grad]
     # A gradient, its two moments, and the largest gradient once more, before it is added.
     updates = 3 * sum(trained) + max(trained, default=0)
-    temporary = max((plan.temporary_bytes for plan in plans), default=0)
-    return Expected(weights, updates, temporary, activations, plans[0] if plans else None)
+    plan = max(plans, key=lambda plan: plan.temporary_bytes, default=None)
+    return Expected(weights, updates, 0 if plan is None else plan.temporary_bytes, activations, plan)
 
 
 def activation_bytes(model: Any, settings: ModelConfig, tokens: int, longest: int, backward: bool = True) -> int:

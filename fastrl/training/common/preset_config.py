@@ -1,7 +1,7 @@
 """A table that names a preset; its options are read from the presets' signatures: a new preset is configurable at once.
 
 class _LossBase(PresetConfig):
-    known = Presets.of(PREFERENCES, Preference, without=("formula",))
+    known = Presets.of(PREFERENCES, Preference, without=("formula", "gamma", "tau"))
     name: str = "dpo"
 
 LossConfig = create_model("LossConfig", __base__=_LossBase, **_LossBase.known.fields(texts))

@@ -101,7 +101,9 @@ def parse_command_line(
     if unknown:
         given = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
         known = [f"--{name}" for name in (*switches, *short, *(".".join(path) for path, _ in fields(kind)))]
-        raise UserError(f"{given}: no such option of fastrl {command}{nearest(given, known)}")
+        same = [name for name in known if name.rpartition(".")[2] == given.lstrip("-")]
+        hint = f"; did you mean {' or '.join(same)}?" if same else nearest(given, known)
+        raise UserError(f"{given}: no such option of fastrl {command}{hint}")
     arguments = vars(parsed)
     path = arguments.pop("file")
     switched_on = {name: arguments.pop(name) for name in switches}
@@ -174,7 +176,7 @@ def _say_what_is_displaced(kind: type[Section], path: Path, tree: dict[str, Any]
             lost = [
                 f"{name}.{other}" for other in model.displaces.get(option, ()) if other in before and other not in given
             ]
-            if lost and "data" not in overrides:
+            if lost and "path" not in (overrides.get("data") or {}):
                 print(
                     f"fastrl: warning: --{name}.{option} takes the place of {' and '.join(lost)} in {path}, whose data,"
                     " rewards and lengths stay; fastrl init writes a config for data of your own",

@@ -179,6 +179,8 @@ def _difference(engine: TransformersEngine) -> float:
     )
     try:
         drawn = dict(engine.generate(requests, sampling))
+    except Diverged as error:
+        raise UserError(f"model: {type(policy.model).__name__} computes logits that are not finite") from error
     except Exception as error:  # a model's own code raises what it likes
         raise UserError(f"rollout.engine: {type(policy.model).__name__}.generate fails: {one_line(error)}") from error
     rollout = assemble(policy, examples, [*drawn[0], *drawn[1]], 4, sampling)

@@ -35,7 +35,7 @@ def main(config: Config, resume: bool) -> int:
     """
     summary = train(config, resume=resume)
     model, scores = checkpoint_of(config.logging, summary["steps"]), [x for x in summary if x.startswith("eval/")]
-    following = f"fastrl sample CONFIG.toml --model.path {model}"
+    following = f"fastrl sample SAMPLE_CONFIG.toml --model.path {model}"
     following += "" if config.model.lora_rank else f", or vllm serve {model}"
     return show_end(config, config.name, "steps", "training.steps", summary, scores, following)
 
@@ -100,9 +100,12 @@ def _diverging(run: Run) -> Iterator[None]:
     try:
         yield
     except Diverged as error:
+        if run.step == 0:
+            raise UserError(f"{name_of(run.config.model)}: {error}, before any training") from error
+        saved = any(checkpoint_of(run.config.logging, 0).parent.glob("step-*"))
+        hint = "; an earlier checkpoint can start a new run, as model.path" if saved else ""
         raise UserError(
-            f"the policy diverged at step {run.step}: {error}; {calmer(run.config.optimizer)}; an earlier checkpoint "
-            "can start a new run, as model.path"
+            f"the policy diverged at step {run.step}: {error}; {calmer(run.config.optimizer)}{hint}"
         ) from error
 
 

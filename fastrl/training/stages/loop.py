@@ -39,7 +39,7 @@ from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.memory_needs import LossCall, check_budget, chosen_plans
 from fastrl.training.common.micro_batch import Expected, activation_bytes, expected, sized
-from fastrl.training.common.optimizer import calmer, cpu_threads, make_optimizer, start
+from fastrl.training.common.optimizer import Diverged, calmer, cpu_threads, make_optimizer, start
 from fastrl.training.common.policy import Policy, checkpointing, load_policy, max_positions
 from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.saving import check_savable, save_pretrained
@@ -293,8 +293,8 @@ def finish(config: StageConfig, name: str, summary: dict[str, Any]) -> int:
     model = config.logging.output_dir / "model"
     scores = ("loss", "eval/loss", "accuracy", "eval/accuracy")
     following = {"sft": "train", "dpo": "sample"}.get(name)
-    command = f"fastrl {following} CONFIG.toml --model.path {model}" if following else ""
-    command = command or f"fastrl train CONFIG.toml --reward.model {model}"
+    command = f"fastrl {following} {following.upper()}_CONFIG.toml --model.path {model}" if following else ""
+    command = command or f"fastrl train TRAIN_CONFIG.toml --reward.model {model}"
     return show_end(config, name, "updates", "training.epochs", summary, scores, command)
 
 
@@ -333,7 +333,7 @@ def _update(optimizer: torch.optim.Optimizer, settings: OptimizerConfig, step: i
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
     if not math.isfinite(loss + norm):
-        raise UserError(
+        raise (UserError if math.isfinite(loss) else Diverged)(  # weights that give no loss are not saved
             f"step {step}: expected a finite loss and gradient, got loss {loss:.4g} and gradient norm {norm:.4g}; if "
             f"training diverged, {calmer(settings)}"
         )

@@ -87,6 +87,7 @@ def test_a_wrong_value_is_one_line(example, tmp_path, capsys, option, value, exp
         (["trian"], "trian: no such command; did you mean train?; fastrl --help lists them"),
         (["--training.step=3"], "--training.step: no such option of fastrl train; did you mean --training.steps?"),
         (["--rollout.temperatur", "1"], "did you mean --rollout.temperature?"),
+        (["--seed", "3"], "--seed: no such option of fastrl train; did you mean --training.seed?"),
         (["stray"], "stray: no such option of fastrl train"),
         (["--objective.name", "grop"], ", got 'grop'; did you mean grpo?"),
         (["--objective.presets", '{"grpo": {"clip_hi": 1}}'], "clip_high, kl_coef"),

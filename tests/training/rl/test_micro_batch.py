@@ -72,7 +72,7 @@ def test_a_run_takes_the_size_that_fits_and_a_resumed_one_the_same(make_config, 
     whole, half = make_config("whole", **tables), make_config("half", **tables)
     train(whole)
     started = json.loads((whole.logging.output_dir / "config.json").read_text())
-    assert started["training"]["micro_batch_size"] == 24 and "micro-batches of 24 sequences" in capsys.readouterr().out
+    assert started["training"]["micro_batch_size"] == 24 and "micro-batches of 12 sequences" in capsys.readouterr().out
     monkeypatch.setattr(micro_batch, "free_bytes", lambda device: 1_500_000)
     train(make_config("half", **tables | {"training": {"steps": 1}}))
     chosen = json.loads((half.logging.output_dir / "config.json").read_text())["training"]["micro_batch_size"]
