@@ -172,6 +172,7 @@ def test_the_package_is_the_command():
 def test_ctrl_c_during_the_imports_ends_in_one_line():
     code = (
         "import os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         "from fastrl.training.common.interruption import ending_at_once\n"
         "try:\n"
         "    with ending_at_once(): os.kill(os.getpid(), signal.SIGINT)\n"
