@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import signal
 import sys
@@ -68,7 +69,9 @@ def _run(command: str, argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(help_file(command).read_text(encoding="utf-8"), end="")
         return 0
-    needs = _NEEDS.get(command, ())
+    if unknown := _unknown_option(command, argv):
+        return _fail(f"{unknown}: no such option of fastrl {command}{_meant(command, unknown)}")
+    needs = _NEEDS.get(command, () if command in MODULES else TRAIN)
     if missing := dependencies.missing(needs):
         return _fail(f"{command} needs packages that are not installed: {dependencies.how_to_install(missing)}")
     if command in MODULES:
@@ -79,6 +82,22 @@ def _run(command: str, argv: list[str]) -> int:
     if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":  # torchrun's
         return _fail(f"{command} runs in one process, and torchrun started {processes}: start it without torchrun")
     return _train(command, argv)
+
+
+def _options(command: str) -> list[str]:
+    return re.findall(r"--\w[\w-]*(?:\.\w+)*", help_file(command).read_text(encoding="utf-8"))
+
+
+def _unknown_option(command: str, argv: list[str]) -> str | None:
+    """The first option that the command does not have; found here, before the seconds that imports take."""
+    given = (text.partition("=")[0] for text in argv if text.startswith("--"))
+    return next((name for name in given if name not in _options(command)), None)
+
+
+def _meant(command: str, unknown: str) -> str:
+    """What an unknown option was probably meant to be: the fields of this name in any table, or the nearest name."""
+    fields = sorted({name for name in _options(command) if name.rpartition(".")[2] == unknown.lstrip("-")})
+    return f"; did you mean {' or '.join(fields)}?" if fields else nearest(unknown, _options(command))
 
 
 def _train(command: str, argv: list[str]) -> int:
@@ -129,9 +148,8 @@ MODULES = {
     "plan": "planning.command",
     "plot-gates": "bench.plot_gates",
 }
-#: The modules that must be installed for a command.
-_NEEDS: dict[str, Sequence[str]] = dict.fromkeys(("init", "train", "sft", "dpo", "reward-model", "sample"), TRAIN)
-_NEEDS |= dict.fromkeys(("report", "plot-gates"), ("matplotlib",))
+#: The modules that must be installed for one of these; those with a config need TRAIN.
+_NEEDS: dict[str, Sequence[str]] = {"init": TRAIN, "report": ("matplotlib",), "plot-gates": ("matplotlib",)}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from config_pages import facts, tables_of
 
 from fastrl.cli import MODULES, help_file
 from fastrl.training.commands import COMMANDS
-from fastrl.training.common.settings import fields
+from fastrl.training.common.settings import fields, usage_of
 
 WIDTH = 100
 _filled = partial(fill, width=WIDTH, break_on_hyphens=False, break_long_words=False)
@@ -43,9 +43,8 @@ def _of_config(name: str) -> str:
     """The options of a command that reads a config, by table."""
     command = COMMANDS[name]
     short = {option: f"--{other}" for other, option in command.short.items()}
-    switches = "".join(f" [--{switch}]" for switch in command.switches)
     lines = [
-        f"usage: fastrl {name} CONFIG{switches} [--section.field value ...]",
+        f"usage: {usage_of(name, command.switches, command.short)}",
         "",
         _filled(command.about),
         "",

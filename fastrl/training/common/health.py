@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastrl.training.common.optimizer import calmer
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.worker_pool import FAILURES
 
@@ -66,7 +67,7 @@ class Watch:
 
     def __init__(self, config: Any, steps: int) -> None:
         """`config` is any command's config; `steps` is the number of steps of the run."""
-        self.patience = min(PATIENCE, steps)
+        self.config, self.patience = config, min(PATIENCE, steps)
         advantages = getattr(config, "advantages", None) if getattr(config, "rewarded", True) else None
         self.estimator = getattr(advantages, "estimator", None)  # None: it does not learn from rewards
         self.grouped = getattr(advantages, "grouped", False)
@@ -126,7 +127,7 @@ class Watch:
                 yield (
                     "skipped",
                     "no update was made, because no loss and gradient was finite; if that goes on, the policy has "
-                    "diverged: lower optimizer.lr or optimizer.max_grad_norm, or raise optimizer.warmup_updates",
+                    f"diverged: {calmer(self.config.optimizer)}",
                 )
             return
         without_update = 0.0 if "skipped_updates" in numbers else math.nan

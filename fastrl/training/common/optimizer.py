@@ -40,7 +40,10 @@ def make_optimizer(
 
 
 def lr_factor(update: int, schedule: str, warmup: int, updates: int) -> float:
-    """What multiplies the peak learning rate in an update, numbered from 0, of a run of so many."""
+    """What multiplies the peak learning rate in an update, numbered from 0, of a run of so many.
+
+    Transformers' schedules are these, but begin a warm-up with 0, which wastes the first rollout.
+    """
     if update < warmup:
         return (update + 1) / warmup
     progress = (update - warmup) / max(updates - warmup, 1)

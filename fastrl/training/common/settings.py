@@ -78,15 +78,11 @@ def parse_command_line(
 ) -> tuple[Settings, dict[str, bool]]:
     """The settings that `CONFIG.toml --section.field value ...` describes, and which `--switches` were given.
 
-    `short` maps names to the options that they stand for. Raises UserError for an unknown option, and for a file or a
-    value that cannot be used; SystemExit(2) (argparse) for a missing file or value.
+    `short` maps names to the options that they stand for. Raises UserError for a file or a value that cannot be used,
+    and SystemExit(2) (argparse) for an unknown option, and for a missing file or value.
     """
-    usage = "".join(f" [--{name}]" for name in switches) + "".join(f" [--{name} VALUE]" for name in short)
     parser = argparse.ArgumentParser(
-        prog=f"fastrl {command}",
-        usage=f"fastrl {command} CONFIG{usage} [--section.field value ...]",
-        allow_abbrev=False,
-        add_help=False,
+        prog=f"fastrl {command}", usage=usage_of(command, switches, short), allow_abbrev=False, add_help=False
     )
     parser.add_argument("file", metavar="CONFIG", type=Path)
     for name in switches:
@@ -97,14 +93,7 @@ def parse_command_line(
     options = SettingsConfigDict(extra="forbid", cli_avoid_json=True, cli_implicit_flags=False)
     reader = type("_CommandLine", (kind, BaseSettings), {"model_config": options, "__module__": __name__})
     source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(reader, root_parser=parser)
-    parsed, unknown = parser.parse_known_args(argv)
-    if unknown:
-        given = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
-        known = [f"--{name}" for name in (*switches, *short, *(".".join(path) for path, _ in fields(kind)))]
-        same = [name for name in known if name.rpartition(".")[2] == given.lstrip("-")]
-        hint = f"; did you mean {' or '.join(same)}?" if same else nearest(given, known)
-        raise UserError(f"{given}: no such option of fastrl {command}{hint}")
-    arguments = vars(parsed)
+    arguments = vars(parser.parse_args(argv))
     path = arguments.pop("file")
     switched_on = {name: arguments.pop(name) for name in switches}
     _check_tables(kind, arguments)
@@ -113,6 +102,12 @@ def parse_command_line(
     except SettingsError as error:  # a list that begins as JSON and is none
         raise UserError(f"the command line cannot be read: {error}") from error
     return load_settings(kind, path, overrides), switched_on
+
+
+def usage_of(command: str, switches: Iterable[str], short: Iterable[str]) -> str:
+    """The line that shows what a command takes."""
+    options = "".join(f" [--{name}]" for name in switches) + "".join(f" [--{name} VALUE]" for name in short)
+    return f"fastrl {command} CONFIG{options} [--section.field value ...]"
 
 
 def fields(kind: type[BaseModel], *above: str) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:

@@ -142,4 +142,4 @@ def train(config: DPOConfig, resume: bool = False) -> dict[str, Any]:
 
 def main(config: DPOConfig, resume: bool) -> int:
     """`fastrl dpo`: train, print what came out, and return the exit status."""
-    return finish(config, "dpo", train(config, resume))
+    return finish(config, "dpo", train(config, resume), "fastrl sample SAMPLE_CONFIG.toml --model.path")

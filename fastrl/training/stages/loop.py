@@ -209,14 +209,7 @@ def fit(
     saved, before any work, and for a loss or a gradient that is not finite.
     """
     lengths, device = [stage.lengths(row) for row in rows + held_out], next(stage.model.parameters()).device
-    longest, counts = max(map(max, lengths)), sorted(map(len, lengths), reverse=True)
-    totals, packed = sorted(map(sum, lengths), reverse=True), getattr(config.training, "packing", False)
-
-    def expect(size: int) -> Expected:
-        tokens = sum(totals[:size]) if packed else sum(counts[:size]) * longest
-        return expected(stage.models, activation_bytes(stage.model, config.model, tokens, longest), plans(size))
-
-    config, memory = sized(as_started(config, checkpoint), config.training.batch_size, expect, device)
+    config, memory = _with_micro_batches(as_started(config, checkpoint), stage, lengths, plans, device)
     training, logging, started = config.training, config.logging, time.perf_counter()
     merged = [stage.model.get_base_model()] if stage.has_adapters else []
     check_savable(name_of(config.model), stage.tokenizer, [stage.model, *merged], logging.output_dir)
@@ -238,6 +231,7 @@ def fit(
     rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
     interrupted = None
     first, facts = step, run_facts(config, name, stage.model, device)
+    longest = max(map(max, lengths))
     described = f"{len(rows)} rows, {len(held_out)} held out, at most {longest} tokens in a sequence"
     show_start(config, facts, described, memory, device, "rows")
     with RunLog(config, logging, name, steps, stage.shown, step, facts) as log, stop_signals() as signals:
@@ -288,13 +282,34 @@ def fit(
         return log.summarize({"steps": step, "seconds": seconds, "resumed": first, "interrupted": interrupted})
 
 
-def finish(config: StageConfig, name: str, summary: dict[str, Any]) -> int:
-    """Print the result of a command's run, its output paths and a command that can follow; return its exit status."""
-    model = config.logging.output_dir / "model"
+def _with_micro_batches(
+    config: StageConfig,
+    stage: Stage[Any],
+    lengths: list[list[int]],
+    plans: Callable[[int], list[Plan]],
+    device: torch.device,
+) -> tuple[StageConfig, Expected]:
+    """The config with the size of its micro-batches, and what the run is expected to take.
+
+    `lengths` are those of each row's sequences, `plans` as in `fit`.
+    """
+    longest, counts = max(map(max, lengths)), sorted(map(len, lengths), reverse=True)
+    totals, packed = sorted(map(sum, lengths), reverse=True), getattr(config.training, "packing", False)
+
+    def expect(size: int) -> Expected:
+        tokens = sum(totals[:size]) if packed else sum(counts[:size]) * longest
+        return expected(stage.models, activation_bytes(stage.model, config.model, tokens, longest), plans(size))
+
+    return sized(config, config.training.batch_size, expect, device)
+
+
+def finish(config: StageConfig, name: str, summary: dict[str, Any], following: str) -> int:
+    """Print the result of a command's run, its output paths and a command that can follow; return its exit status.
+
+    `following` is that command up to the model's path.
+    """
     scores = ("loss", "eval/loss", "accuracy", "eval/accuracy")
-    following = {"sft": "train", "dpo": "sample"}.get(name)
-    command = f"fastrl {following} {following.upper()}_CONFIG.toml --model.path {model}" if following else ""
-    command = command or f"fastrl train TRAIN_CONFIG.toml --reward.model {model}"
+    command = f"{following} {config.logging.output_dir / 'model'}"
     return show_end(config, name, "updates", "training.epochs", summary, scores, command)
 
 

@@ -131,4 +131,4 @@ def _with_pairs(rows: list[Ranked], source: Source) -> list[Ranked]:
 
 def main(config: RewardModelConfig, resume: bool) -> int:
     """`fastrl reward-model`: train, print what came out, and return the exit status."""
-    return finish(config, "reward-model", train(config, resume))
+    return finish(config, "reward-model", train(config, resume), "fastrl train TRAIN_CONFIG.toml --reward.model")

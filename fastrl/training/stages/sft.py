@@ -105,4 +105,4 @@ def train(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
 
 def main(config: SFTConfig, resume: bool) -> int:
     """`fastrl sft`: train, print what came out, and return the exit status."""
-    return finish(config, "sft", train(config, resume))
+    return finish(config, "sft", train(config, resume), "fastrl train TRAIN_CONFIG.toml --model.path")

@@ -88,7 +88,6 @@ def test_a_wrong_value_is_one_line(example, tmp_path, capsys, option, value, exp
         (["--training.step=3"], "--training.step: no such option of fastrl train; did you mean --training.steps?"),
         (["--rollout.temperatur", "1"], "did you mean --rollout.temperature?"),
         (["--seed", "3"], "--seed: no such option of fastrl train; did you mean --training.seed?"),
-        (["stray"], "stray: no such option of fastrl train"),
         (["--objective.name", "grop"], ", got 'grop'; did you mean grpo?"),
         (["--objective.presets", '{"grpo": {"clip_hi": 1}}'], "clip_high, kl_coef"),
     ],
@@ -97,6 +96,17 @@ def test_a_misspelt_name_suggests_the_nearest(example, capsys, arguments, expect
     assert main(arguments if arguments[0] == "trian" else ["train", str(example / "config.toml"), *arguments]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggested"),
+    [("init --modle x", "--model"), ("plan --token 5", "--tokens"), ("report --zzz=x", None)],
+)
+def test_a_misspelt_option_of_a_command_without_a_config_does_too(arguments, suggested, capsys):
+    assert main(arguments.split()) == 2
+    option = arguments.split()[1].partition("=")[0]
+    hint = "" if suggested is None else f"; did you mean {suggested}?"
+    assert capsys.readouterr().err == f"fastrl: {option}: no such option of fastrl {arguments.split()[0]}{hint}\n"
 
 
 def test_a_misspelt_field_of_a_file_suggests_the_nearest(example, tmp_path, capsys):
