@@ -50,7 +50,7 @@ class Line(NamedTuple):
     off: bool = False
 
 
-_MICRO = Line("micro_batch_size", 8, "sequences at a time: fewer take less memory", off=True)
+_MICRO = Line("micro_batch_tokens", 8192, "tokens at a time: fewer take less memory", off=True)
 
 
 def main(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ from places import EXAMPLES
 from run_files import records
 
 from fastrl.training.common.data import Example
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
@@ -48,7 +49,7 @@ def test_tools_with_a_server_that_plays_vllm(server: FakeVLLM, tmp_path: Path) -
     assert {2, 4} <= set(answered.sum(1).tolist())  # one answer of two tokens, or two
     assert (rollout.targets[answered] == TOKEN_OF_7).all()
     torch.testing.assert_close(
-        rollout_logprobs(policy, rollout, 1.0, None), rollout.rollout_logprobs, rtol=0, atol=1e-5
+        rollout_logprobs(policy, rollout, 1.0, MicroBatches(None)), rollout.rollout_logprobs, rtol=0, atol=1e-5
     )
 
 

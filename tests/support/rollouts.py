@@ -11,6 +11,7 @@ from transformers import set_seed
 import fastrl.training.rl.run as running
 from fastrl import SamplingMask
 from fastrl.training.common.data import Example
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.rollout import Rollout, replaying, rollout_logprobs
 from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.config import CriticConfig
@@ -71,7 +72,7 @@ def with_tools(rollout, others=((0, 0), (2, 4), (0, 0), (1, 3), (1, 2), (0, 0), 
 
 def own_logprobs(policy, rollout, noise=0.1):
     """The rollout with old, reference's and sampler's log-probabilities a little off the policy's own."""
-    own, generator = rollout_logprobs(policy, rollout, 1.0, None), torch.Generator().manual_seed(1)
+    own, generator = rollout_logprobs(policy, rollout, 1.0, MicroBatches(None)), torch.Generator().manual_seed(1)
     names = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
     off = {name: own + noise * torch.randn(own.shape, generator=generator) for name in names}
     return replace(rollout, **off)

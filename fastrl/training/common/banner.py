@@ -7,9 +7,9 @@ import torch
 
 from fastrl.planning.budget import memory_bytes, text
 from fastrl.training.common.checkpoint import checkpoint_of
+from fastrl.training.common.expected_memory import Expected
 from fastrl.training.common.interruption import exit_status
 from fastrl.training.common.loading import name_of
-from fastrl.training.common.micro_batch import Expected
 
 
 def _show(lines: Mapping[str, str]) -> None:
@@ -22,16 +22,13 @@ def show_run(config: Any, what: str) -> None:
     _show({"run": what, "model": name_of(config.model), "output": str(config.logging.output_dir)})
 
 
-def show_start(
-    config: Any, facts: Mapping[str, str], data: str, memory: Expected, device: torch.device, rows: str
-) -> None:
-    """Print the rest, once everything is loaded: `facts` are those of `run_facts`, `rows` what a micro-batch holds."""
+def show_start(config: Any, facts: Mapping[str, str], data: str, memory: Expected, device: torch.device) -> None:
+    """Print the rest, once everything is loaded: `facts` are those of `run_facts`."""
     lines = {"parameters": f"{facts['parameters']}; {facts['dtype']}", "device": facts["device"], "data": data}
     if memory.plan is not None:
         lines["losses"] = f"plan {memory.plan.name}, at most {text(memory.losses)} of temporary memory"
-    size = config.training.micro_batch_size
-    most = getattr(config, "minibatch", size)  # of `fastrl train`: an update has no more
-    batch = "a minibatch" if size is None else f"micro-batches of {min(size, most)} {rows}"
+    tokens = config.training.micro_batch_tokens
+    batch = "a minibatch" if tokens is None else f"micro-batches of {tokens} tokens"
     lines["memory"] = (
         f"{text(memory.weights + memory.more)} of {text(memory_bytes(device.type, device.index))} expected (modelled): "
         f"weights {text(memory.weights)}, gradients and moments {text(memory.updates)}, {batch} "

@@ -27,10 +27,10 @@ from fastrl.base.errors import UserError, out_of_memory
 from fastrl.base.json_text import to_json
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.training.common.checksums import CHECKSUMS, damage, write_checksums
+from fastrl.training.common.expected_memory import with_tokens
 from fastrl.training.common.files import remove, whole_directory
 from fastrl.training.common.lock import sole_writer
 from fastrl.training.common.log import check_output
-from fastrl.training.common.micro_batch import with_size
 from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.saving import save_pretrained
 from fastrl.training.common.sections import LoggingConfig
@@ -44,7 +44,7 @@ FREE = (
     "evaluation",
     "training.device",
     "training.threads",
-    "training.micro_batch_size",
+    "training.micro_batch_tokens",
     "training.memory_budget",
     "training.max_skipped_updates",
     "rollout.batch_size",
@@ -176,7 +176,7 @@ def saved_on_error(save: Callable[[], Path | None]) -> Iterator[None]:
         if out_of_memory(error):
             reason = (str(error).splitlines() or [""])[0]
             raise UserError(
-                f"out of memory: {reason}{hint}; less is needed with a smaller training.micro_batch_size or "
+                f"out of memory: {reason}{hint}; less is needed with a smaller training.micro_batch_tokens or "
                 "training.memory_budget, or with model.gradient_checkpointing"
             ) from error
         if isinstance(error, UserError):
@@ -247,9 +247,9 @@ def run_folder(
 
 def as_started(config: Any, checkpoint: Path | None) -> Any:
     """The config with the micro-batches of a checkpoint's run, if it names none: others would round differently."""
-    if checkpoint is None or config.training.micro_batch_size is not None:
+    if checkpoint is None or config.training.micro_batch_tokens is not None:
         return config
-    return with_size(config, _numbers(checkpoint)["config"]["training"].get("micro_batch_size"))
+    return with_tokens(config, _numbers(checkpoint)["config"]["training"].get("micro_batch_tokens"))
 
 
 def _checked(config: Section, checkpoint: Path, length: str) -> Path:

@@ -94,10 +94,6 @@ class Budgeted(Protocol):
     """A [training] table with a budget."""
 
     @property
-    def micro_batch_size(self) -> int | None:
-        """Sequences, or rows, in one call."""
-
-    @property
     def memory_budget(self) -> str | None:
         """The budget, as the losses take it."""
 
@@ -149,7 +145,7 @@ def check_budget(
             except BudgetTooSmall:
                 fits = False
     if worst is not None and not fits:
-        hint = "; a smaller training.micro_batch_size needs less" if (training.micro_batch_size or 1) > 1 else ""
+        hint = "; a smaller training.micro_batch_tokens needs less" if worst.rows > worst.longest else ""
         raise UserError(
             f"training.memory_budget: too small for {worst.what}, {worst.tokens} tokens x {hidden} x {vocab} in "
             f"{config.dtype}: got {size} bytes, the smallest possible is {least} ({text(least)}){hint}"

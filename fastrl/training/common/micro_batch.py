@@ -1,120 +1,85 @@
-"""The memory that a run is expected to take, and the largest micro-batch with which that fits the device.
+"""Rows cut into micro-batches of at most so many tokens."""
 
-Weights, gradients and moments are counted, and the losses' plans say what they take. What a model keeps for its
-backward is modelled: 18 numbers per hidden unit and 5 per unit of the feed-forward layers, for each token and layer, of
-4 bytes, or with products in bfloat16 of 3 on average, because norms and the residual stream stay in float32. Qwen3 and
-Llama keep four fifths of that.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+import bisect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from fastrl.planning.budget import BudgetTooSmall, memory_bytes
-from fastrl.planning.plans import Plan
-from fastrl.training.common.policy import layers_of
-from fastrl.training.common.sections import ModelConfig
+from fastrl.base.errors import out_of_memory
 
-#: Of the free memory: the rest is for what is not modelled, and for gaps between tensors.
-SHARE = 0.9
+T = TypeVar("T")
 
 
-class Expected(NamedTuple):
-    """What a run is expected to hold at its largest, in bytes."""
+class Shape(NamedTuple):
+    """What a row, or a micro-batch of rows, holds."""
 
-    weights: int  # of all models, on the device already
-    updates: int  # gradients and AdamW's two moments
-    losses: int  # temporary, in the plan that takes most
-    activations: int  # modelled
-    plan: Plan | None = None  # that one
+    sequences: int
+    prompt: int  # tokens of its longest prompt, to which all are padded
+    completion: int  # tokens of its longest completion
+    tokens: int  # of all its sequences
 
-    @property
-    def more(self) -> int:
-        """What the device does not hold yet."""
-        return self.updates + self.losses + self.activations
+    def __add__(self, other: "Shape") -> "Shape":  # type: ignore[override]  # not a tuple's
+        """That of both in one micro-batch."""
+        widest = max(self.prompt, other.prompt), max(self.completion, other.completion)
+        return Shape(self.sequences + other.sequences, *widest, self.tokens + other.tokens)
 
-
-def expected(models: Iterable[torch.nn.Module], activations: int, plans: Sequence[Plan] = ()) -> Expected:
-    """The sum over models, some of whose weights are trained, and the most of the losses' plans."""
-    parameters = {id(p): p for model in models for p in model.parameters()}.values()
-    weights = sum(p.numel() * p.element_size() for p in parameters)
-    trained = [4 * p.numel() for p in parameters if p.requires_grad]
-    # A gradient, its two moments, and the largest gradient once more, before it is added.
-    updates = 3 * sum(trained) + max(trained, default=0)
-    plan = max(plans, key=lambda plan: plan.temporary_bytes, default=None)
-    return Expected(weights, updates, 0 if plan is None else plan.temporary_bytes, activations, plan)
+    def size(self, packed: bool) -> int:
+        """The tokens that a forward computes, padding included unless it is packed."""
+        return self.tokens if packed else self.sequences * (self.prompt + self.completion)
 
 
-def activation_bytes(model: Any, settings: ModelConfig, tokens: int, longest: int, backward: bool = True) -> int:
-    """What a forward of so many tokens holds, in sequences of up to `longest`, with what the backward needs or without.
+@dataclass
+class MicroBatches:
+    """Micro-batches of at most `limit` tokens, padded or packed; None: of any number."""
 
-    Modelled. With gradient checkpointing a layer keeps its input, and one layer at a time the rest.
-    """
-    config = model.config.get_text_config()
-    hidden = model.get_input_embeddings().weight.shape[1]
-    layer = (18 * hidden + 5 * _feed_forward(config, hidden)) * (4 if settings.dtype == "float32" else 3)
-    if config._attn_implementation == "eager":
-        layer += 8 * getattr(config, "num_attention_heads", 1) * longest  # scores, and their softmax
-    count = max(len(layers_of(model)), 1) if backward else 0
-    kept = 8 * hidden if settings.gradient_checkpointing else layer
-    return tokens * (count * kept + layer)  # one layer more: its gradients, and the head's input
+    limit: int | None
+    packed: bool = False
+    halved: bool = False
 
+    def cut(self, shapes: Sequence[Shape]) -> list[list[int]]:
+        """The indices of rows of these shapes in each micro-batch, the longest rows first.
 
-def _feed_forward(config: Any, hidden: int) -> int:
-    """The units of the feed-forward layers that a token passes through."""
-    dense = getattr(config, "intermediate_size", None) or 4 * hidden
-    experts = getattr(config, "num_experts_per_tok", None) or 0
-    routed = (experts + (getattr(config, "n_shared_experts", None) or 0)) * (
-        getattr(config, "moe_intermediate_size", None) or 0
-    )
-    return max(max(dense) if isinstance(dense, list) else dense, routed)
+        Memory runs out in the first one or in none. They are as few as rows in this order allow, and the largest of so
+        many is as small as can be. A row that is longer than the limit has one of its own.
+        """
+        if self.limit is None:
+            return [list(range(len(shapes)))] if shapes else []
+        order = sorted(range(len(shapes)), key=lambda row: -(shapes[row].prompt + shapes[row].completion))
 
+        def within(limit: int) -> list[list[int]]:
+            parts: list[list[int]] = []
+            held = None
+            for row in order:
+                more = shapes[row] if held is None else held + shapes[row]
+                if held is None or more.size(self.packed) > limit:
+                    parts.append([])
+                    more = shapes[row]
+                parts[-1].append(row)
+                held = more
+            return parts
 
-def free_bytes(device: torch.device) -> int:
-    """The memory of the device that is not in use; on a CPU that of the machine, or what is left of a container's."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    machine, container, size = _table("/proc/meminfo"), _table("/sys/fs/cgroup/memory.stat"), memory_bytes("cpu")
-    return min(1024 * machine.get("MemAvailable:", size // 1024), size - container.get("anon", 0))
+        fewest = len(within(self.limit))
+        return within(bisect.bisect_left(range(self.limit), True, key=lambda limit: len(within(limit)) <= fewest))
 
+    def fitted(self, compute: Callable[[], T]) -> T:
+        """`compute()`. Where memory runs out, once in a run, the limit is halved and it is called again.
 
-def _table(path: str) -> dict[str, int]:
-    """A file of the kernel's with a name and a number in each line; empty where there is none."""
-    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
-    return {name: int(number) for name, number, *_ in map(str.split, lines)}
-
-
-def largest_size(whole: int, expect: Callable[[int], Expected], free: float) -> int:
-    """The largest of whole, whole / 2, whole / 4 ... sequences with which what a run takes fits; 1 if none does.
-
-    Halves, so that a little more or less free memory seldom makes another run of it: other sizes round differently.
-    """
-    size = whole
-    while size > 1:
+        What it has done until then must not matter. That is the same sum: it does not depend on the cut.
+        """
+        if self.halved or self.limit is None:
+            return compute()
         try:
-            if expect(size).more <= free:
-                break
-        except BudgetTooSmall:
-            pass
-        size = -(-size // 2)
-    return size
-
-
-def sized(
-    config: Any, whole: int, expect: Callable[[int], Expected], device: torch.device, reserved: float = 0.0
-) -> tuple[Any, Expected]:
-    """The config with the size of its micro-batches, chosen if it names none, and what its run is expected to take.
-
-    A size that is chosen fits what the device has free now, but for what is `reserved`.
-    """
-    size = config.training.micro_batch_size or largest_size(whole, expect, SHARE * free_bytes(device) - reserved)
-    return with_size(config, size), expect(size)
-
-
-def with_size(config: Any, size: int | None) -> Any:
-    """The config with these micro-batches, for what the run saves."""
-    training = config.training.model_copy(update={"micro_batch_size": size})
-    return config.model_copy(update={"training": training})
+            return compute()
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            reason = (str(error).splitlines() or [""])[0]
+        # Not in the handler, where the error keeps the tensors of its frames.
+        self.limit, self.halved = -(-self.limit // 2), True
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        print(f"fastrl: out of memory: {reason}; going on with micro-batches of {self.limit} tokens", file=sys.stderr)
+        return compute()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastrl import SamplingMask, linear_token_logprobs
 from fastrl.models.routing import replay_routing
+from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.policy import Policy, decoder_states
 from fastrl.training.common.transcript import Transcript
 
@@ -74,6 +75,12 @@ class Rollout:
         """Which of them enter the loss, (B, T) bool."""
         mask = self.drawn_mask
         return mask if self.counted is None else mask & self.counted[:, None]
+
+    def shapes(self, rows: Tensor | None = None) -> list[Shape]:
+        """Of each completion with its prompt, or of these, what it takes in a micro-batch."""
+        mask = self.attention_mask if rows is None else self.attention_mask[rows]
+        lengths = torch.stack([half.sum(1) for half in mask.tensor_split([self.prompt_length], 1)], 1)
+        return [Shape(1, prompt, completion, prompt + completion) for prompt, completion in lengths.tolist()]
 
     def select(self, rows: Tensor) -> "Rollout":
         """The completions with these int64 indices, without the padding columns that none of them needs."""
@@ -179,34 +186,33 @@ def unpacked(values: Tensor, rollout: Rollout, packed: bool) -> Tensor:
     return torch.zeros(rollout.mask.shape, device=values.device).masked_scatter(rollout.mask, values)
 
 
-def in_batches(
-    rollout: Rollout, size: int | None, numbers: Callable[[Rollout], Sequence[Tensor]], count: int = 1
+def by_micro_batch(
+    rollout: Rollout, micro_batches: MicroBatches, numbers: Callable[[Rollout], Sequence[Tensor]], count: int = 1
 ) -> Tensor:
-    """Apply a function from a batch to `count` numbers per token, each (b, t), a few sequences at a time.
+    """Apply a function from a batch to `count` numbers per token, each (b, t), a micro-batch at a time.
 
     Returns (count, B, T) float32.
     """
     results = torch.zeros(count, *rollout.targets.shape, device=rollout.targets.device)
-    all_rows = torch.arange(len(rollout.targets), device=results.device)
-    for rows in all_rows.split(size or len(all_rows)) if len(all_rows) else ():
-        for result, values in zip(results, numbers(rollout.select(rows)), strict=True):
-            result[rows, : values.shape[1]] = values
+
+    def fill() -> None:
+        for part in micro_batches.cut(rollout.shapes()):
+            rows = torch.tensor(part, device=results.device)
+            for result, values in zip(results, numbers(rollout.select(rows)), strict=True):
+                result[rows, : values.shape[1]] = values
+
+    micro_batches.fitted(fill)
     return results
 
 
 def rollout_logprobs(
-    policy: Policy,
-    rollout: Rollout,
-    temperature: float,
-    batch_size: int | None,
-    packed: bool = False,
-    memory_budget: str | None = None,
+    policy: Policy, rollout: Rollout, temperature: float, micro_batches: MicroBatches, memory_budget: str | None = None
 ) -> Tensor:
     """Log-probabilities (B, T) float32 of the sampled tokens under a policy, by the fused path used in training.
 
     Every policy, a reference too, normalises over the tokens' support. 0 where masked.
     """
-    return rollout_statistics(policy, rollout, temperature, batch_size, packed, memory_budget)[0]
+    return rollout_statistics(policy, rollout, temperature, micro_batches, memory_budget)[0]
 
 
 @torch.no_grad()
@@ -214,8 +220,7 @@ def rollout_statistics(
     policy: Policy,
     rollout: Rollout,
     temperature: float,
-    batch_size: int | None,
-    packed: bool = False,
+    micro_batches: MicroBatches,
     memory_budget: str | None = None,
     extras: tuple[str, ...] = (),
 ) -> Tensor:
@@ -223,6 +228,8 @@ def rollout_statistics(
 
     (1 + extras, B, T) float32, 0 where masked.
     """
+
+    packed = micro_batches.packed
 
     def statistics(part: Rollout) -> list[Tensor]:
         arguments = part.loss_arguments(packed)
@@ -240,4 +247,4 @@ def rollout_statistics(
             )
         return [unpacked(getattr(stats, name), part, packed) for name in ("logprobs", *extras)]
 
-    return in_batches(rollout, batch_size, statistics, 1 + len(extras))
+    return by_micro_batch(rollout, micro_batches, statistics, 1 + len(extras))

@@ -17,6 +17,7 @@ from fastrl.models.recording import record_sampling
 from fastrl.models.routing import record_routing
 from fastrl.training.common.data import Example
 from fastrl.training.common.foreign import random_numbers
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.policy import Policy, exact_dtype, left_pad
 from fastrl.training.common.rollout import rollout_logprobs
@@ -185,7 +186,7 @@ def _difference(engine: TransformersEngine) -> float:
         raise UserError(f"rollout.engine: {type(policy.model).__name__}.generate fails: {one_line(error)}") from error
     rollout = assemble(policy, examples, [*drawn[0], *drawn[1]], 4, sampling)
     assert rollout.rollout_logprobs is not None  # asked for
-    ours = rollout_logprobs(policy, rollout, 1.0, 1)
+    ours = rollout_logprobs(policy, rollout, 1.0, MicroBatches(1))
     uniform = math.log(len(policy.weight))
     spread = (ours + uniform).abs().max().clamp_min(1e-3)  # a head of zeros has none
     rounding = 4 * torch.finfo(torch.float32).eps * uniform  # two units in the last place of each

@@ -208,9 +208,11 @@ class TrainingConfig(MachineConfig):
     """The number of passes over each rollout."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per pass: the rollout is shuffled and split into this many minibatches."""
-    micro_batch_size: int | None = Field(None, ge=1)
-    """Sequences in one forward and backward. Gradients are added up over a minibatch. The default is the whole rollout,
-    or as many halves of it as make the expected memory fit what the device has free at the start; --resume keeps it."""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """The most tokens in one forward and backward, prompts included, and padding unless packing. A sequence that is
+    longer is computed on its own. Gradients are added up over a minibatch. The default is a whole minibatch, or as many
+    halves of it as make the expected memory fit what the device has free at the start; --resume keeps it. Where memory
+    runs out it is halved, once."""
     packing: bool = False
     """Concatenate the sequences of a micro-batch, without padding."""
     memory_budget: Budget = None
@@ -383,10 +385,10 @@ class Config(Section):
             f"objective.name = {self.objective.name!r}": objective.covariance,
         }
         for name, value in ranks.items():
-            if value is not None and self.training.micro_batch_size is not None:
+            if value is not None and self.training.micro_batch_tokens is not None:
                 raise ValueError(
                     f"{name} ranks the tokens of a whole minibatch, so it does not go with "
-                    f"training.micro_batch_size (got {self.training.micro_batch_size}); leave that out"
+                    f"training.micro_batch_tokens (got {self.training.micro_batch_tokens}); leave that out"
                 )
         with_learning_rate(self, "train")
         check_input("model.path", self.model.path, self.logging)

@@ -5,8 +5,9 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout, hidden_states, in_batches, replaying, unpacked
+from fastrl.training.common.rollout import Rollout, by_micro_batch, hidden_states, replaying, unpacked
 
 
 class Critic(nn.Module):
@@ -31,11 +32,12 @@ class Critic(nn.Module):
         return self.head(states.to(self.head.weight.dtype)).squeeze(-1)
 
     @torch.no_grad()
-    def rollout_values(self, policy: Policy, rollout: Rollout, batch_size: int | None, packed: bool) -> Tensor:
-        """The values of a whole rollout, (B, T), computed a few sequences at a time."""
+    def rollout_values(self, policy: Policy, rollout: Rollout, micro_batches: MicroBatches) -> Tensor:
+        """The values of a whole rollout, (B, T), computed a micro-batch at a time."""
+        packed = micro_batches.packed
 
         def values(part: Rollout) -> list[Tensor]:
             with replaying(policy, part, packed):
                 return [unpacked(self.values(policy, part, packed), part, packed)]
 
-        return in_batches(rollout, batch_size, values)[0]
+        return by_micro_batch(rollout, micro_batches, values)[0]

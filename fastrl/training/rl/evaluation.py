@@ -51,16 +51,14 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
     """The divergence from the teacher and the teacher's log-probability, means over a rollout's tokens."""
     training, sampling, distillation = run.config.training, run.config.rollout, run.distillation
     check_sampled(rollout, distillation.teacher if distillation else run.teacher, run.policy)
-    # No more at a time than in an update, for which the memory budget was checked.
-    update = run.config.minibatch
-    size, count = min(training.micro_batch_size or update, update), int(rollout.mask.sum())
+    count = int(rollout.mask.sum())
     if distillation is None:
         assert run.teacher is not None  # a run with a teacher has one of them
-        options = (sampling.temperature, size, training.packing, training.memory_budget)
+        options = sampling.temperature, run.micro_batches, training.memory_budget
         return {"eval/teacher_logprob": rollout_logprobs(run.teacher, rollout, *options).sum().item() / count}
     sums = torch.zeros(2, device=run.policy.device, dtype=torch.float64)
-    for rows in torch.arange(len(rollout.input_ids), device=sums.device).split(size):
-        batch = rollout.select(rows)
+    for rows in run.micro_batches.cut(rollout.shapes()):
+        batch = rollout.select(torch.tensor(rows, device=sums.device))
         with run.policy.computing():
             states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
             _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)

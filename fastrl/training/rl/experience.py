@@ -46,23 +46,22 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
     """
     rollout, steps, samples = _sample(run, numbers)
     check_sampled(rollout, run.distillation.teacher if run.distillation else run.teacher, run.policy)
-    training, temperature = run.config.training, run.config.rollout.temperature
-    size, packed, budget = training.micro_batch_size, training.packing, training.memory_budget
+    options = run.config.rollout.temperature, run.micro_batches, run.config.training.memory_budget
     with timed("time/logprobs", numbers):
         needs_old = (run.policy_coef > 0 and not run.on_policy) or run.kl_in_reward or run.teacher is not None
         extras = ("log_sum_sq_probs",) if run.needs_gradient_norms else ()
         old, squares = None, None
         if needs_old or extras:
-            old, *more = rollout_statistics(run.policy, rollout, temperature, size, packed, budget, extras)
+            old, *more = rollout_statistics(run.policy, rollout, *options, extras)
             squares = more[0] if more else None
         ref, taught = (
-            rollout_logprobs(model, part, temperature, size, packed, budget) if model else None
+            rollout_logprobs(model, part, *options) if model else None
             for model, part in (
                 (run.reference, rollout),
                 (run.teacher, replace(rollout, routing=None)),  # the experts are the policy's
             )
         )
-        values = run.critic.rollout_values(run.policy, rollout, size, packed) if run.critic else None
+        values = run.critic.rollout_values(run.policy, rollout, run.micro_batches) if run.critic else None
     rollout = replace(rollout, old_logprobs=old, log_sum_sq_probs=squares, ref_logprobs=ref, old_values=values)
     if old is not None and ref is not None:
         numbers["kl_reference"] = (old - ref).sum().item() / max(int(rollout.mask.sum()), 1)

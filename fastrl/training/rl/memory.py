@@ -1,4 +1,4 @@
-"""What the memory of `fastrl train` depends on: the largest calls of its losses, and the size of its micro-batches."""
+"""What the memory of `fastrl train` depends on: the largest calls of its losses, and its micro-batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,22 +9,21 @@ from fastrl import REINFORCE, Objective
 from fastrl.objectives.row_local import Given
 from fastrl.planning.budget import memory_bytes
 from fastrl.training.common.distillation import teacher_width
+from fastrl.training.common.expected_memory import Expected, activation_bytes, expected, sized
 from fastrl.training.common.memory_needs import LossCall, chosen_plans
-from fastrl.training.common.micro_batch import Expected, activation_bytes, expected, sized
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import Policy
 from fastrl.training.engines.vllm_process import GPU_SHARE
 from fastrl.training.rl.config import Config, DistillationConfig
 from fastrl.training.rl.objective_config import ranks_tokens, reads_sampler
 
 
-def loss_calls(config: Config, objective: Objective, size: int) -> list[LossCall]:
-    """The largest calls of the vocabulary's losses that the config allows, with every completion at its longest.
-
-    `size`: sequences in a micro-batch.
-    """
+def loss_calls(config: Config, objective: Objective, tokens: int) -> list[LossCall]:
+    """The largest calls of the vocabulary's losses that the config allows, in micro-batches of so many tokens."""
     training, sampling, pretraining = config.training, config.rollout, config.pretraining
-    longest, micro = sampling.max_new_tokens, min(size, config.sequences)
-    update = min(micro, config.minibatch) * longest
+    longest = sampling.max_new_tokens
+    # A micro-batch's completions, all of them at their longest; one that is longer than the limit is on its own.
+    update = min(max(tokens, longest), config.minibatch * longest)
     on_policy = training.epochs * training.minibatches == 1
     distillation = config.distillation
     sampled = distillation is not None and distillation.form == "sampled"
@@ -38,9 +37,9 @@ def loss_calls(config: Config, objective: Objective, size: int) -> list[LossCall
     reads_reference = objective.kl is not None and objective.kl.needs_reference
     reads_norms = config.rewarded and config.advantages.estimator == "optimal_token_baseline"
     if config.has_policy_loss and (not on_policy or config.kl is not None or reads_reference or sampled or reads_norms):
-        calls.append(LossCall("log-probabilities", micro * longest, micro * longest, gradients=False, **shared))
+        calls.append(LossCall("log-probabilities", update, update, gradients=False, **shared))
     if distillation is not None:
-        calls += _distillation_calls(config, distillation, micro * longest if sampled else update, shared)
+        calls += _distillation_calls(config, distillation, update, shared)
     if pretraining is not None:
         tokens = pretraining.batch_size * (pretraining.length - 1)
         calls.append(LossCall("pretraining's loss", tokens, tokens, pretraining.length - 1, False, REINFORCE()))
@@ -65,34 +64,37 @@ def _distillation_calls(
     return calls
 
 
-def least_size(config: Config, objective: Objective) -> int:
-    """The size of the micro-batches, or the least that may be chosen."""
-    return config.training.micro_batch_size or (config.sequences if ranks_tokens(objective) else 1)
+def least_tokens(config: Config, objective: Objective) -> int:
+    """The tokens of a micro-batch's completions, or the least that may be chosen."""
+    whole = config.minibatch * config.rollout.max_new_tokens
+    return config.training.micro_batch_tokens or (whole if ranks_tokens(objective) else 1)
 
 
 def with_micro_batches(
     config: Config, objective: Objective, policy: Policy, others: Sequence[torch.nn.Module], longest: int | None
-) -> tuple[Config, Expected]:
-    """The config with the size of its micro-batches, and what the run is expected to take.
+) -> tuple[Config, MicroBatches, Expected]:
+    """The config with the tokens of its micro-batches, these, and what the run is expected to take.
 
-    A size that is not given is the whole rollout's, halved until the run fits what the device has free now. `others`
+    A number that is not given is a whole minibatch's, halved until the run fits what the device has free now. `others`
     are the run's other models, on the device as the policy is, and `longest` is a sequence's length, if it is known.
     """
     length = longest or 2 * config.rollout.max_new_tokens
+    whole = config.minibatch * length
     settings, training, text = config.model, config.training, config.pretraining
 
-    def expect(size: int) -> Expected:
-        update = min(size, config.minibatch)
-        held = activation_bytes(policy.model, settings, update * length, length)
-        held = max(held, activation_bytes(policy.model, settings, size * length, length, backward=False))
+    def expect(tokens: int) -> Expected:
+        held = activation_bytes(policy.model, settings, min(max(tokens, length), whole), length)
         if text is not None:
             held = max(held, activation_bytes(policy.model, settings, text.batch_size * text.length, text.length))
-        plans = chosen_plans(training, settings, policy, loss_calls(config, objective, size))
+        plans = chosen_plans(training, settings, policy, loss_calls(config, objective, tokens))
         return expected([policy.model, *others], held, plans)
 
-    if ranks_tokens(objective):
-        return config, expect(config.sequences)
-    return sized(config, config.sequences, expect, policy.device, _engine_bytes(config, policy))
+    if ranks_tokens(objective):  # its updates are not cut
+        return config, MicroBatches(whole, training.packing), expect(whole)
+    config, memory = sized(config, whole, expect, policy.device, _engine_bytes(config, policy))
+    # Not more than in an update, for which the memory was looked at.
+    limit = min(config.training.micro_batch_tokens or whole, whole)
+    return config, MicroBatches(limit, training.packing), memory
 
 
 def _engine_bytes(config: Config, policy: Policy) -> float:

@@ -13,8 +13,9 @@ from fastrl.models.routing import has_routers
 from fastrl.training.common.checkpoint import RandomState, Trained, read_checkpoint, write_checkpoint
 from fastrl.training.common.data import Example, PromptFormat, PromptSampler, Room, TextStream, load_examples
 from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher
+from fastrl.training.common.expected_memory import Expected
 from fastrl.training.common.memory_needs import check_budget
-from fastrl.training.common.micro_batch import Expected
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.optimizer import find_device, make_optimizer
 from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
 from fastrl.training.common.reward_model import make_rewards
@@ -25,8 +26,8 @@ from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.training.rl.critic import Critic
-from fastrl.training.rl.memory import least_size, loss_calls, with_micro_batches
-from fastrl.training.rl.objective_config import reads_sampler
+from fastrl.training.rl.memory import least_tokens, loss_calls, with_micro_batches
+from fastrl.training.rl.objective_config import ranks_tokens, reads_sampler
 from fastrl.training.rl.rollouts import Rollouts
 
 
@@ -51,6 +52,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     generator: torch.Generator  # shuffles rollouts
+    micro_batches: MicroBatches
     memory: Expected  # at most
     policy_coef: float = 1.0  # the weight of the objective's loss
     step: int = 0  # the current rollout, or the last one
@@ -72,6 +74,11 @@ class Run:
         return self.config.training.epochs * self.config.training.minibatches == 1
 
     @property
+    def cut_updates(self) -> MicroBatches:
+        """The micro-batches of an update: those of any forward, or all of it if tokens are ranked."""
+        return MicroBatches(None, self.micro_batches.packed) if ranks_tokens(self.objective) else self.micro_batches
+
+    @property
     def reads_sampler(self) -> bool:
         """Whether the loss itself reads the sampler's log-probabilities."""
         return reads_sampler(self.objective)
@@ -83,7 +90,7 @@ def make_run(config: Config) -> Run:
     objective, kl, entropy = _objective(config, device)
     if config.distillation is not None:
         check_teacher(config.distillation, config.model)
-    calls = loss_calls(config, objective, least_size(config, objective))
+    calls = loss_calls(config, objective, least_tokens(config, objective))
     check_budget(config.training, config.model, device, calls)
     functions = RewardFunctions(config.reward, config.evaluation.metrics)
     rewards = make_rewards(config.reward, functions, device, config.model.trust_remote_code)
@@ -122,7 +129,7 @@ def make_run(config: Config) -> Run:
     optimizer, scheduler = make_optimizer(groups, settings, updates)
     reference = reference_of(policy) if reads_reference else None
     others = [model.model for model in (reference, teacher) if model] + ([critic] if critic else [])
-    config, memory = with_micro_batches(config, objective, policy, others, longest)
+    config, micro_batches, memory = with_micro_batches(config, objective, policy, others, longest)
     return Run(
         config,
         policy,
@@ -141,6 +148,7 @@ def make_run(config: Config) -> Run:
         optimizer,
         scheduler,
         torch.Generator().manual_seed(training.seed),
+        micro_batches,
         memory,
         1.0 if config.distillation is None or distillation is None else config.distillation.policy_coef,
     )

@@ -61,7 +61,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
             load_checkpoint(checkpoint, run)
         shown = [name for name in SHOWN if name != "kl" or run.objective.kl is not None]
         facts = run_facts(config, config.name, run.policy.model, run.policy.device)
-        show_start(config, facts, data_of(run), run.memory, run.policy.device, "sequences")
+        show_start(config, facts, data_of(run), run.memory, run.policy.device)
         first = run.step
         with (
             closing(run.functions),

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastrl.base.groups import group_numbers, group_total
 from fastrl.base.json_text import to_json
 from fastrl.losses.problem import effective_share
 from fastrl.objectives.formulas import kl_k3_value
+from fastrl.training.common.data import TextStream
 from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.optimizer import calmer
 from fastrl.training.common.policy import Policy, checkpointing, decoder_states
@@ -26,7 +28,7 @@ from fastrl.training.rl.run import Run
 # How the metrics of several batches are merged; those not listed here are averaged, weighted by the batches' tokens.
 COUNTS = ("tokens", "ratio_clamped", "masked_off_policy", "chosen_by_covariance")
 # Parts of a minibatch's loss, so they are summed over its micro-batches.
-LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss")
+LOSSES = ("loss", "policy_loss", "value_loss")
 MAXIMA = ("ratio_max", "rollout_abs_log_weight_max")
 KEPT = 3  # saved batches of skipped updates; more would repeat the same
 
@@ -45,8 +47,10 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
         for rows in order.tensor_split(training.minibatches):
             if len(rows) == 0:  # rewards of None can leave fewer sequences than minibatches
                 continue
-            batches = accumulate_gradients(run, rollout, rows, watch)
+            batches = run.cut_updates.fitted(partial(accumulate_gradients, run, rollout, rows, watch))
             metrics = merge_metrics(batches, (*COUNTS, *LOSSES))
+            if run.text is not None:
+                metrics |= pretrain(run, run.text, metrics["loss"])
             # From the first update only: there the policy is still the one that sampled.
             measured = {name: metrics.pop(name) for name in list(metrics) if name.startswith("mismatch/")}
             mismatch = mismatch or measured
@@ -112,29 +116,22 @@ def save_batch(policy: Policy, batch: Rollout, directory: Path) -> None:
 
 
 def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwatch) -> list[dict[str, Tensor]]:
-    """Add the gradient of the minibatch `rows` (int64 indices), one micro-batch at a time. Returns their metrics.
+    """Compute the gradient of the minibatch `rows` (int64 indices), by micro-batches. Returns their metrics.
 
     The denominators are the whole minibatch's, so the sum does not depend on how it is split.
     """
-    counts = rollout.mask[rows].sum(1).tolist()
+    models = [run.policy.model] if run.critic is None else [run.policy.model, run.critic]
+    for model in models:
+        model.zero_grad(set_to_none=True)  # of a try that ran out of memory
+    counts, shapes = rollout.mask[rows].sum(1).tolist(), rollout.shapes(rows)
     tokens = max(sum(counts), 1)
     denominator = _denominator(run.objective, rollout, rows, tokens)
     metrics = []
-    size = run.config.training.micro_batch_size or len(rows)
-    for part in (slice(first, first + size) for first in range(0, len(rows), size)):
-        batch, count = rollout.select(rows[part]), sum(counts[part])
-        models = [run.policy.model] if run.critic is None else [run.policy.model, run.critic]
+    for part in run.cut_updates.cut(shapes):
+        batch, count = rollout.select(rows[part]), sum(counts[row] for row in part)
         with checkpointing(*models), replaying(run.policy, batch, run.config.training.packing):
             own = denominator[part] if isinstance(denominator, Tensor) else denominator
             metrics.append(_backward(run, batch, count, tokens, own, watch))
-    if run.text is not None and run.config.pretraining is not None:
-        settings, ids = run.config.pretraining, run.text.next(run.config.pretraining.batch_size).to(run.policy.device)
-        with checkpointing(run.policy.model):
-            loss = settings.coef * _cross_entropy(run, ids)
-            loss.backward()
-        metrics[-1] |= {"pretraining_loss": loss.detach(), "loss": metrics[-1]["loss"] + loss.detach()}
-        for earlier in metrics[:-1]:
-            earlier["pretraining_loss"] = torch.zeros_like(loss)
     return metrics
 
 
@@ -235,6 +232,17 @@ def _value_loss(run: Run, batch: Rollout, states: Tensor, tokens: int) -> Tensor
     if packed:
         mask, returns, old = mask[mask], returns[mask], old[mask]
     return settings.coef * value_loss(values, returns, mask, old_values=old, clip=settings.clip, denominator=tokens)
+
+
+def pretrain(run: Run, stream: TextStream, policy_loss: Tensor) -> dict[str, Tensor]:
+    """Add the gradient of pretraining text. Returns its loss, and the sum with the policy's."""
+    settings = run.config.pretraining
+    assert settings is not None  # or there were no stream
+    ids = stream.next(settings.batch_size).to(run.policy.device)
+    with checkpointing(run.policy.model):
+        loss = settings.coef * _cross_entropy(run, ids)
+        loss.backward()
+    return {"pretraining_loss": loss.detach(), "loss": policy_loss + loss.detach()}
 
 
 def _cross_entropy(run: Run, ids: Tensor) -> Tensor:

@@ -32,10 +32,11 @@ class TrainingConfig(MachineConfig):
     """The number of passes over the data, each in a new random order."""
     batch_size: int = Field(32, ge=1)
     """Rows of the data per update."""
-    micro_batch_size: int | None = Field(None, ge=1)
-    """Rows in one forward and backward. Gradients are added up over an update. The default is all rows of the update,
-    or as many halves of them as make the expected memory fit what the device has free at the start; --resume keeps
-    it."""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """The most tokens in one forward and backward, prompts included, and padding unless packing. A row that is longer
+    is computed on its own. Gradients are added up over an update. The default is all rows of an update, or as many
+    halves of them as make the expected memory fit what the device has free at the start; --resume keeps it. Where
+    memory runs out it is halved, once."""
     max_length: int | None = Field(None, ge=2)
     """The most tokens of a prompt and its completion together. A longer row is an error. The default is the model's
     context."""

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from fastrl import Preference, linear_preference_loss
 from fastrl.base.errors import UserError
+from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.policy import Policy, reference_of
 from fastrl.training.common.rollout import hidden_states, rollout_logprobs
 from fastrl.training.stages.config import DPOConfig, TokenTrainingConfig
@@ -51,9 +52,9 @@ class PreferenceStage(PolicyStage[Pair]):
         super().__init__(policy, training)
         self.objective = objective
 
-    def lengths(self, row: Pair) -> list[int]:
-        """Those of the prompt with either completion."""
-        return [len(row.chosen.all), len(row.rejected.all)]
+    def shape(self, row: Pair) -> Shape:
+        """That of the prompt with either completion."""
+        return row.chosen.shape + row.rejected.shape
 
     def total(self, rows: Sequence[Pair]) -> Total:
         """The number of pairs, and of the chosen completions' tokens."""
@@ -92,18 +93,18 @@ class PreferenceStage(PolicyStage[Pair]):
             numbers["nll"] = float(result.nll)
         return result.loss, numbers
 
-    def before(self, rows: Sequence[Pair], size: int) -> Tensor | None:
+    def before(self, rows: Sequence[Pair], micro_batches: MicroBatches) -> Tensor | None:
         """The current policy's log-probabilities of chosen and rejected, without its adapters: (pairs, 2)."""
         if not self.objective.reference:
             return None
         reference = reference_of(self.policy) if self.policy.has_adapters else self.policy
-        logprobs = [torch.empty(0, 2)]
-        for first in tqdm(range(0, len(rows), size), desc="reference", unit="batch", disable=None if rows else True):
-            batch = rows[first : first + size]
-            rollout = as_rollout(self.policy, both(batch))
-            sums = rollout_logprobs(reference, rollout, 1.0, None, self.packing, self.memory_budget).sum(1)
-            logprobs.append(sums.view(2, -1).T.cpu())
-        return torch.cat(logprobs)
+        logprobs = torch.empty(len(rows), 2)
+        parts, whole = micro_batches.cut(list(map(self.shape, rows))), MicroBatches(None, self.packing)
+        for part in tqdm(parts, desc="reference", unit="batch", disable=None if rows else True):
+            rollout = as_rollout(self.policy, both([rows[row] for row in part]))
+            sums = rollout_logprobs(reference, rollout, 1.0, whole, self.memory_budget).sum(1)
+            logprobs[part] = sums.view(2, -1).T.cpu()
+        return logprobs
 
     def attach(self, rows: list[Pair], before: Tensor) -> list[Pair]:
         """The pairs with the reference's log-probabilities."""

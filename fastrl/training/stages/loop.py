@@ -32,13 +32,14 @@ from fastrl.training.common.checkpoint import (
     write_checkpoint,
 )
 from fastrl.training.common.checksums import digest
+from fastrl.training.common.expected_memory import Expected, activation_bytes, expected, sized
 from fastrl.training.common.facts import run_facts
 from fastrl.training.common.files import whole_directory
 from fastrl.training.common.interruption import stop_signals
 from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.memory_needs import LossCall, check_budget, chosen_plans
-from fastrl.training.common.micro_batch import Expected, activation_bytes, expected, sized
+from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.optimizer import Diverged, calmer, cpu_threads, make_optimizer, start
 from fastrl.training.common.policy import Policy, checkpointing, load_policy, max_positions
 from fastrl.training.common.rotary import fix_frequencies
@@ -59,8 +60,8 @@ class Stage(ABC, Generic[Row]):
     shown: Sequence[str]  # the metrics in a line on the terminal
 
     @abstractmethod
-    def lengths(self, row: Row) -> list[int]:
-        """The tokens of each of the row's sequences."""
+    def shape(self, row: Row) -> Shape:
+        """What the row takes in a micro-batch."""
 
     def weight(self, row: Row) -> int:
         """The row's weight in the loss's mean: how many of the averaged items it holds."""
@@ -83,11 +84,8 @@ class Stage(ABC, Generic[Row]):
         or a detached scalar, for which the host does not wait.
         """
 
-    def before(self, rows: Sequence[Row], size: int) -> Tensor | None:
-        """What only the model before the first update can compute for each row, (rows, k), `size` rows at a time.
-
-        Checkpoints hold it.
-        """
+    def before(self, rows: Sequence[Row], micro_batches: MicroBatches) -> Tensor | None:
+        """What only the model before the first update can compute for each row, (rows, k). Checkpoints hold it."""
         return None
 
     def attach(self, rows: list[Row], before: Tensor) -> list[Row]:
@@ -154,8 +152,8 @@ def train_policy(
     """
     training, data = config.training, config.data
     with prepared(config, name, resume) as (device, checkpoint):
-        size = training.micro_batch_size or 1  # the least that may be chosen
-        check_budget(training, config.model, device, calls(largest_call(training, size, [1] * per_row, objective)))
+        tokens = training.micro_batch_tokens or 1  # the least that may be chosen
+        check_budget(training, config.model, device, calls(largest_call(training, [1] * per_row, 1, objective)))
         policy = load_policy(config.model, device, packing=training.packing)
         stage = make(policy)
         reader = Reader.of(data, policy.tokenizer, training.max_length, max_positions(*stage.models))
@@ -167,10 +165,10 @@ def train_policy(
         if empty := lengths.count(1):  # the end of the turn alone
             print(f"fastrl: warning: {empty} of {len(lengths)} completions are empty", file=sys.stderr)
 
-        def of_size(size: int) -> list[LossCall]:
-            return calls(largest_call(training, per_row * size, lengths, objective))
+        def largest(tokens: int) -> list[LossCall]:
+            return calls(largest_call(training, lengths, max(tokens, per_row * max(lengths)), objective, per_row))
 
-        check_budget(training, config.model, device, of_size(size), policy)
+        check_budget(training, config.model, device, largest(tokens), policy)
         return fit(
             stage,
             rows,
@@ -178,17 +176,21 @@ def train_policy(
             config,
             name,
             checkpoint,
-            lambda size: chosen_plans(training, config.model, policy, of_size(size)),
+            lambda tokens: chosen_plans(training, config.model, policy, largest(tokens)),
         )
 
 
 def largest_call(
-    training: TokenTrainingConfig, sequences: int, lengths: list[int], objective: Objective | None
+    training: TokenTrainingConfig, lengths: list[int], tokens: int, objective: Objective | None, per_row: int = 1
 ) -> LossCall:
-    """The largest call of the loss over so many completions of these lengths, in tokens."""
-    tokens, padded = sum(sorted(lengths)[-sequences:]), min(sequences, len(lengths)) * max(lengths)
-    rows = tokens if training.packing else padded
-    return LossCall("the loss", tokens, rows, max(lengths), training.packing, objective)
+    """The largest call of the loss in an update of completions of these lengths, with micro-batches of so many tokens.
+
+    `lengths` are in tokens, `per_row` of them a row's.
+    """
+    sequences, longest = min(training.batch_size * per_row, len(lengths)), max(lengths)
+    valid = min(sum(sorted(lengths)[-sequences:]), tokens)
+    rows = valid if training.packing else min(sequences * longest, tokens)
+    return LossCall("the loss", valid, rows, longest, training.packing, objective)
 
 
 def fit(
@@ -198,22 +200,21 @@ def fit(
     config: StageConfig,
     name: str,
     checkpoint: Path | None,
-    plans: Callable[[int], list[Plan]] = lambda size: [],
+    plans: Callable[[int], list[Plan]] = lambda tokens: [],
 ) -> dict[str, Any]:
     """Train over the epochs, or those left after a checkpoint, log every update and save the model.
 
-    `plans` returns those of the losses over the vocabulary, for micro-batches of so many rows. Returns the run's
+    `plans` returns those of the losses over the vocabulary, for micro-batches of so many tokens. Returns the run's
     summary: the last value of every metric, "steps", "seconds" (of this call), "resumed", the updates that were done
     before it, and "interrupted", the name of the signal that ended it early, or None. Held-out rows are measured before
     the first update and at the end of each epoch, as `eval/<metric>`. Raises UserError for a model that cannot be
     saved, before any work, and for a loss or a gradient that is not finite.
     """
-    lengths, device = [stage.lengths(row) for row in rows + held_out], next(stage.model.parameters()).device
-    config, memory = _with_micro_batches(as_started(config, checkpoint), stage, lengths, plans, device)
+    shapes, device = [stage.shape(row) for row in rows + held_out], next(stage.model.parameters()).device
+    config, micro_batches, memory = _with_micro_batches(as_started(config, checkpoint), stage, shapes, plans, device)
     training, logging, started = config.training, config.logging, time.perf_counter()
     merged = [stage.model.get_base_model()] if stage.has_adapters else []
     check_savable(name_of(config.model), stage.tokenizer, [stage.model, *merged], logging.output_dir)
-    size = training.micro_batch_size or training.batch_size
     updates = -(-len(rows) // training.batch_size)
     steps = training.epochs * updates
     optimizer, scheduler = make_optimizer([(stage.model.parameters(), config.optimizer.peak)], config.optimizer, steps)
@@ -223,7 +224,7 @@ def fit(
     data = {field: (len(dataset), digest(dataset)) for field, dataset in sets.items()}
     trained = Trained(stage.model, stage.tokenizer, stage.has_adapters, optimizer, scheduler, generators, data)
     if checkpoint is None:
-        step, computed = 0, {field: stage.before(dataset, size) for field, dataset in sets.items()}
+        step, computed = 0, {field: stage.before(dataset, micro_batches) for field, dataset in sets.items()}
         kept = {field: tensor for field, tensor in computed.items() if tensor is not None}
     else:
         state, kept = read_checkpoint(checkpoint, trained)
@@ -231,9 +232,9 @@ def fit(
     rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
     interrupted = None
     first, facts = step, run_facts(config, name, stage.model, device)
-    longest = max(map(max, lengths))
+    longest = max(shape.prompt + shape.completion for shape in shapes)
     described = f"{len(rows)} rows, {len(held_out)} held out, at most {longest} tokens in a sequence"
-    show_start(config, facts, described, memory, device, "rows")
+    show_start(config, facts, described, memory, device)
     with RunLog(config, logging, name, steps, stage.shown, step, facts) as log, stop_signals() as signals:
         clock = SaveClock(logging)
 
@@ -246,14 +247,14 @@ def fit(
             return directory if step else None
 
         def evaluated() -> dict[str, float]:
-            numbers = measure(stage, held_out, size, backward=False)
+            numbers = measure(stage, held_out, micro_batches, backward=False)
             return {f"eval/{name}": value for name, value in numbers.items() if name != "tokens"}
 
         if checkpoint is None and held_out:
             log.write(0, evaluated())
         while step < steps:
             with saved_on_error(partial(save, step, batches.order, trained.random_state())):
-                numbers = measure(stage, [rows[i] for i in batches.next()], size, backward=True)
+                numbers = measure(stage, [rows[i] for i in batches.next()], micro_batches, backward=True)
                 numbers |= {"lr": optimizer.param_groups[0]["lr"], "epoch": (step + 1) / updates}
                 numbers["grad_norm"] = _update(optimizer, config.optimizer, step + 1, numbers["loss"])
             scheduler.step()
@@ -285,22 +286,26 @@ def fit(
 def _with_micro_batches(
     config: StageConfig,
     stage: Stage[Any],
-    lengths: list[list[int]],
+    shapes: list[Shape],
     plans: Callable[[int], list[Plan]],
     device: torch.device,
-) -> tuple[StageConfig, Expected]:
-    """The config with the size of its micro-batches, and what the run is expected to take.
+) -> tuple[StageConfig, MicroBatches, Expected]:
+    """The config with the tokens of its micro-batches, these, and what the run is expected to take.
 
-    `lengths` are those of each row's sequences, `plans` as in `fit`.
+    `shapes` are those of all rows, `plans` as in `fit`.
     """
-    longest, counts = max(map(max, lengths)), sorted(map(len, lengths), reverse=True)
-    totals, packed = sorted(map(sum, lengths), reverse=True), getattr(config.training, "packing", False)
+    packed, rows = getattr(config.training, "packing", False), config.training.batch_size
+    counts, prompts, completions, totals = zip(*shapes, strict=True)
+    sequences, tokens = (sum(sorted(values)[-rows:]) for values in (counts, totals))
+    whole = Shape(sequences, max(prompts), max(completions), tokens).size(packed)
+    alone, longest = max(shape.size(packed) for shape in shapes), max(prompts) + max(completions)
 
-    def expect(size: int) -> Expected:
-        tokens = sum(totals[:size]) if packed else sum(counts[:size]) * longest
-        return expected(stage.models, activation_bytes(stage.model, config.model, tokens, longest), plans(size))
+    def expect(limit: int) -> Expected:
+        held = activation_bytes(stage.model, config.model, min(max(limit, alone), whole), longest)
+        return expected(stage.models, held, plans(limit))
 
-    return sized(config, config.training.batch_size, expect, device)
+    config, memory = sized(config, whole, expect, device)
+    return config, MicroBatches(config.training.micro_batch_tokens, packed), memory
 
 
 def finish(config: StageConfig, name: str, summary: dict[str, Any], following: str) -> int:
@@ -313,18 +318,23 @@ def finish(config: StageConfig, name: str, summary: dict[str, Any], following: s
     return show_end(config, name, "updates", "training.epochs", summary, scores, command)
 
 
-def measure(stage: Stage[Row], rows: Sequence[Row], size: int, *, backward: bool) -> dict[str, float]:
-    """The loss over the rows and its metrics, `size` rows at a time; with `backward` its gradient is accumulated."""
-    total = stage.total(rows)
-    sums: dict[str, float | Tensor] = defaultdict(float)
-    for first in range(0, len(rows), size):
-        with torch.set_grad_enabled(backward), checkpointing(stage.model):
-            loss, numbers = stage.part(rows[first : first + size], total)
-            if backward:
-                loss.backward()
-        for name, value in {"loss": loss.detach(), **numbers}.items():
-            sums[name] += value.double() if isinstance(value, Tensor) else value
-    return {name: float(value) for name, value in sums.items()}
+def measure(stage: Stage[Row], rows: Sequence[Row], micro_batches: MicroBatches, *, backward: bool) -> dict[str, float]:
+    """The loss over the rows and its metrics, by micro-batches; with `backward` its gradient is in the parameters."""
+    total, shapes = stage.total(rows), list(map(stage.shape, rows))
+
+    def added() -> dict[str, float | Tensor]:
+        stage.model.zero_grad(set_to_none=True)  # of a try that ran out of memory
+        sums: dict[str, float | Tensor] = defaultdict(float)
+        for part in micro_batches.cut(shapes):
+            with torch.set_grad_enabled(backward), checkpointing(stage.model):
+                loss, numbers = stage.part([rows[row] for row in part], total)
+                if backward:
+                    loss.backward()
+            for name, value in {"loss": loss.detach(), **numbers}.items():
+                sums[name] += value.double() if isinstance(value, Tensor) else value
+        return sums
+
+    return {name: float(value) for name, value in micro_batches.fitted(added).items()}
 
 
 class Batches:

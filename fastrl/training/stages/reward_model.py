@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from fastrl import reward_model_loss
 from fastrl.base.errors import UserError
 from fastrl.training.common.loading import load_tokenizer, name_of
+from fastrl.training.common.micro_batch import Shape
 from fastrl.training.common.policy import load_model
 from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, longest_scored, score_sequences
 from fastrl.training.common.sources import Source, field_of
@@ -49,9 +50,10 @@ class RewardModelStage(Stage[Ranked]):
         """`reference` holds the sequences whose mean score will be 0."""
         self.model, self.tokenizer, self.dtype, self.reference = model, tokenizer, dtype, reference
 
-    def lengths(self, row: Ranked) -> list[int]:
-        """Those of the prompt with each response."""
-        return [len(tokens) for tokens in row.sequences]
+    def shape(self, row: Ranked) -> Shape:
+        """That of the prompt with each response."""
+        lengths = list(map(len, row.sequences))
+        return Shape(len(lengths), 0, max(lengths), sum(lengths))
 
     def part(self, rows: Sequence[Ranked], total: int) -> tuple[Tensor, dict[str, float]]:
         """Loss, accuracy, margin: means over a prompt's pairs, summed over prompts, divided by the update's prompts."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import PromptFormat
 from fastrl.training.common.data_config import DatasetConfig
+from fastrl.training.common.micro_batch import Shape
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.sources import Source, field_of
@@ -23,6 +24,11 @@ class Tokens:
 
     prompt: list[int]
     completion: list[int]
+
+    @property
+    def shape(self) -> Shape:
+        """What it takes in a micro-batch."""
+        return Shape(1, len(self.prompt), len(self.completion), len(self.all))
 
     @property
     def all(self) -> list[int]:

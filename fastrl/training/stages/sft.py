@@ -13,6 +13,7 @@ from torch import Tensor
 from fastrl import REINFORCE, linear_cross_entropy
 from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher, teacher_width
 from fastrl.training.common.memory_needs import LossCall
+from fastrl.training.common.micro_batch import Shape
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout, hidden_states
 from fastrl.training.stages.config import SFTConfig, TokenTrainingConfig
@@ -34,9 +35,9 @@ class SFT(PolicyStage[Tokens]):
         """The model and its teacher."""
         return [self.model, *([self.distillation.teacher.model] if self.distillation else [])]
 
-    def lengths(self, row: Tokens) -> list[int]:
+    def shape(self, row: Tokens) -> Shape:
         """That of the prompt with its completion."""
-        return [len(row.all)]
+        return row.shape
 
     def weight(self, row: Tokens) -> int:
         """The number of valid tokens."""

@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[str, Path, dict[str, Any]]] = {
     ),
     "sft": ("sft", EXAMPLES / "stages" / "sft.jsonl", {"training.packing": True}),
     "sft-lora": ("sft", EXAMPLES / "stages" / "sft.jsonl", LORA),
-    "dpo": ("dpo", EXAMPLES / "stages" / "dpo.jsonl", {"training.micro_batch_size": 2}),
+    "dpo": ("dpo", EXAMPLES / "stages" / "dpo.jsonl", {"training.micro_batch_tokens": 28}),
     "dpo-lora": ("dpo", EXAMPLES / "stages" / "dpo.jsonl", LORA),
     "reward-model": ("reward-model", EXAMPLES / "stages" / "reward_model.jsonl", {}),
 }

@@ -14,6 +14,7 @@ from fake_vllm import GENERATE, RESET, Reply, always, changed, failure, first, w
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.engines import transfer
 from fastrl.training.engines.protocol import EngineLost
@@ -24,7 +25,7 @@ ROWS = [example for example in EXAMPLES for _ in range(3)]
 
 def mismatch(policy, rollout, temperature=1.0):
     """The largest difference of training's log-probabilities and the engine's."""
-    ours = rollout_logprobs(policy, rollout, temperature, None)
+    ours = rollout_logprobs(policy, rollout, temperature, MicroBatches(None))
     return float((ours - rollout.rollout_logprobs)[rollout.mask].abs().max())
 
 

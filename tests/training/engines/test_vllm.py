@@ -23,6 +23,7 @@ from run_files import checkpoints, records, write_toml
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import Policy, load_policy
 from fastrl.training.common.rollout import Rollout, rollout_logprobs
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
@@ -72,7 +73,7 @@ def make_sampler(server: RealVLLM, dtype: str = "float32", **model: Any) -> Comp
 def mismatch(policy: Policy, rollout: Rollout) -> float:
     """The mean |log ratio| of training and the engine, over tokens."""
     assert rollout.rollout_logprobs is not None
-    ours = rollout_logprobs(policy, rollout, 0.9, None)
+    ours = rollout_logprobs(policy, rollout, 0.9, MicroBatches(None))
     return float((ours - rollout.rollout_logprobs)[rollout.mask].abs().mean())
 
 

@@ -15,6 +15,7 @@ from digit_models import EXAMPLE, MODEL, TOKENIZER, narrowed
 
 import fastrl.training.rl.train as module
 from fastrl import Objective
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import Policy, load_policy
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
 from fastrl.training.common.settings import load_settings
@@ -65,7 +66,9 @@ def _bare_run(policy: Policy, objective: Objective, temperature: float = 1.0, **
         training=TrainingConfig(**training), rollout=RolloutConfig(temperature=temperature), pretraining=None, kl=None
     )
     nothing = [field.name for field in dataclasses.fields(Run) if field.default is dataclasses.MISSING]
+    micro_batches = MicroBatches(config.training.micro_batch_tokens, config.training.packing)
     given = {"config": config, "policy": policy, "objective": objective, "generator": torch.Generator()}
+    given |= {"micro_batches": micro_batches}
     return Run(**(dict.fromkeys(nothing) | given))
 
 

@@ -210,12 +210,12 @@ def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):
         ({"evaluation": {"samples": -1}}, r"evaluation\.samples.*greater than or equal to 0"),
         ({"evaluation": {"samples": 2, "k": [0]}}, r"evaluation\.k.*greater than or equal to 1"),
         (  # a ranking over the minibatch
-            {"objective": {"top_entropy_fraction": 0.2}, "training": {"micro_batch_size": 2}},
-            r"objective\.top_entropy_fraction.*training\.micro_batch_size",
+            {"objective": {"top_entropy_fraction": 0.2}, "training": {"micro_batch_tokens": 28}},
+            r"objective\.top_entropy_fraction.*training\.micro_batch_tokens",
         ),
         (
-            {"objective": {"name": "klcov"}, "training": {"micro_batch_size": 2}},
-            r"objective\.name = 'klcov' ranks .*training\.micro_batch_size",
+            {"objective": {"name": "klcov"}, "training": {"micro_batch_tokens": 28}},
+            r"objective\.name = 'klcov' ranks .*training\.micro_batch_tokens",
         ),
         # What an estimator of advantages cannot use.
         ({"advantages": {"k": 4}}, r'advantages.*k: is for estimator = "pass_at_k", got \'group\''),

@@ -174,7 +174,7 @@ PPO = {
     "critic": {"lr": 3e-3},
     "kl": {"place": "reward", "kind": "k1", "adaptive": "rlhf", "target": 0.05, "horizon": 50, "sync_every": 2},
     "entropy": {"target": 2.0, "lr": 0.05},
-    "training": {"steps": 5, "epochs": 2, "minibatches": 2, "micro_batch_size": 5, "packing": True},
+    "training": {"steps": 5, "epochs": 2, "minibatches": 2, "micro_batch_tokens": 70, "packing": True},
     "rollout": {"top_p": 0.95, "dynamic_sampling": True, "max_refills": 1},
     "optimizer": {"schedule": "cosine", "lr": 3e-3},
 }

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from digit_models import assert_gradient
+from digit_models import assert_gradient, gradient_of
 from own_engine import generate
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, naive_gae, own_logprobs, play, with_critic
 
@@ -14,6 +14,7 @@ import fastrl.training.rl.run as running
 import fastrl.training.rl.train as module
 import fastrl.training.rl.update as updating
 from fastrl.training.common.data import Example, TextStream
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.rl.config import AdvantagesConfig, KLConfig, PretrainingConfig
 from fastrl.training.rl.controllers import AdaptiveKL
@@ -31,8 +32,8 @@ def rollout(policy):
 
 @pytest.fixture
 def critic_run(policy, bare_run):
-    def run(kind, kl=None, packing=False, micro_batch_size=None, clip=0.2, **advantages):
-        made = bare_run(policy, fastrl.PPO(), packing=packing, micro_batch_size=micro_batch_size)
+    def run(kind, kl=None, packing=False, micro_batch_tokens=None, clip=0.2, **advantages):
+        made = bare_run(policy, fastrl.PPO(), packing=packing, micro_batch_tokens=micro_batch_tokens)
         with_critic(made, kind, clip=clip)
         made.config.advantages = AdvantagesConfig(estimator="gae", **advantages)
         made.config.kl = kl
@@ -48,7 +49,7 @@ def critic_run(policy, bare_run):
 def test_a_new_critic_says_0_and_an_own_one_leaves_the_policy_alone(policy, rollout):
     for shared in (True, False):
         critic = Critic(policy, shared)
-        assert (critic.rollout_values(policy, rollout, None, False) == 0).all()
+        assert (critic.rollout_values(policy, rollout, MicroBatches(None)) == 0).all()
         names = {name.split(".")[0] for name, _ in critic.named_parameters()}
         assert names == ({"head"} if shared else {"head", "decoder"})
     pointers = {p.data_ptr() for p in policy.model.parameters()}
@@ -63,7 +64,7 @@ def test_values_are_the_heads_on_the_state_before_each_token(policy, critic_run,
         with torch.no_grad():
             critic.decoder.embed_tokens.weight.mul_(1.5)
     decoder = critic.decoder if kind == "own" else policy.decoder
-    found = critic.rollout_values(policy, rollout, 3, packed)
+    found = critic.rollout_values(policy, rollout, MicroBatches(42, packed))
     for row, (tokens, there) in enumerate(zip(rollout.input_ids, rollout.attention_mask, strict=True)):
         states = decoder(input_ids=tokens[there][None]).last_hidden_state[0]
         expected = critic.head(states)[PROMPTS[row] - 1 : -1, 0] * COUNTED[row]
@@ -74,7 +75,7 @@ def test_values_are_the_heads_on_the_state_before_each_token(policy, critic_run,
 @pytest.mark.parametrize("kind", ["own", "shared"])
 def test_without_discount_or_decay_every_return_is_the_reward(critic_run, rollout, kind):
     run = critic_run(kind, gamma=1.0, lam=1.0, whiten=False)
-    values = run.critic.rollout_values(run.policy, rollout, None, False).detach()
+    values = run.critic.rollout_values(run.policy, rollout, MicroBatches(None)).detach()
     found = add_advantages(run, replace(rollout, old_values=values), [])
     expected = rollout.rewards[:, None].expand_as(values).where(rollout.mask, 0)
     torch.testing.assert_close(found.returns, expected, rtol=0, atol=1e-5)
@@ -117,9 +118,9 @@ def test_a_shared_critic_takes_the_rollouts_experts_before_the_update_too(make_p
     rollout = generate(policy, examples, RolloutConfig(max_new_tokens=4, keep_routing=True))
     critic = Critic(policy, shared=True)
     critic.head.weight.normal_()
-    first = critic.rollout_values(policy, rollout, None, False)
+    first = critic.rollout_values(policy, rollout, MicroBatches(None))
     others = ((rollout.routing + 1) % 4).where(rollout.routing >= 0, rollout.routing)
-    second = critic.rollout_values(policy, replace(rollout, routing=others), None, False)
+    second = critic.rollout_values(policy, replace(rollout, routing=others), MicroBatches(None))
     assert (first - second).abs().max() > 1e-3
 
 
@@ -152,10 +153,11 @@ def test_values_are_float32_where_products_are_narrow(critic_run, rollout, spy):
     run = critic_run("shared")
     run.policy = replace(run.policy, dtype=torch.bfloat16)
     seen = spy(updating, "value_loss", lambda _, values, *rest: values.detach())
-    before = run.critic.rollout_values(run.policy, rollout, None, False)
+    before = run.critic.rollout_values(run.policy, rollout, MicroBatches(None))
     gradients(run, rollout)
     assert seen[0].dtype == torch.float32
-    torch.testing.assert_close(seen[0].where(rollout.mask, 0), before, rtol=0, atol=1e-6)
+    (rows,) = run.micro_batches.cut(rollout.shapes())
+    torch.testing.assert_close(seen[0].where(rollout.mask[rows], 0), before[rows], rtol=0, atol=1e-6)
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
@@ -211,19 +213,18 @@ def test_gae_without_a_kl_reads_no_reference(critic_run, rollout):
 def test_pretraining_text_adds_its_cross_entropy_and_begins_again(policy, bare_run, tmp_path):
     """In float64 by torch's own cross-entropy; 10 tokens hold one and a quarter of two sequences of 4."""
     (tmp_path / "text.txt").write_text("0123456789")
-    rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS))
-    run = bare_run(policy, fastrl.PPO(), micro_batch_size=3)
-    plain, before = gradients(run, rollout)
+    run, before = bare_run(policy, fastrl.PPO()), torch.tensor(0.25)
     run.text = TextStream(tmp_path / "text.txt", policy.tokenizer, 4)
     run.config.pretraining = PretrainingConfig(path=tmp_path / "text.txt", coef=0.7, batch_size=2, length=4)
     assert run.text.tokens.tolist() == list(range(2, 12))
     for ids, position in (([[2, 3, 4, 5], [6, 7, 8, 9]], 8), ([[10, 11, 2, 3], [4, 5, 6, 7]], 6)):
-        gradient, metrics = gradients(run, rollout)
+        policy.model.zero_grad()
+        metrics = updating.pretrain(run, run.text, before)
         assert run.text.position == position
         model = copy.deepcopy(policy.model).double()
         logits = model(input_ids=torch.tensor(ids)).logits.double()[:, :-1]
         loss = 0.7 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(ids)[:, 1:].flatten())
         assert float(metrics["pretraining_loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
-        assert float(metrics["loss"]) == pytest.approx(float(before["loss"] + loss.detach()), rel=1e-4)
+        assert float(metrics["loss"]) == pytest.approx(float(before + loss.detach()), rel=1e-5)
         expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-        assert_gradient(gradient - plain, expected, 3e-6, rtol=1e-4)
+        assert_gradient(gradient_of(policy.model), expected, 3e-6, rtol=1e-4)

@@ -89,8 +89,8 @@ def by_hand(run, rollout):
 def test_the_gradient_is_dense_float64_autograds_however_it_is_cut_up(policy, distilling, form):
     rollout = replace(own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, COUNTED, sets=False)), groups=None)
     expected = None
-    for packing, size in ((False, None), (False, 3), (True, None), (True, 1)):  # with 1 some count nothing
-        run = distilling(*form, packing=packing, micro_batch_size=size)
+    for packing, tokens in ((False, None), (False, 28), (True, None), (True, 1)):  # with 1 some count nothing
+        run = distilling(*form, packing=packing, micro_batch_tokens=tokens)
         expected = expected or by_hand(run, rollout)
         gradient, metrics = gradients(run, rollout)
         assert_gradient(gradient, expected[0], 4e-6, rtol=1e-4)
@@ -318,11 +318,11 @@ def test_a_sample_that_the_teacher_has_no_entry_for_is_an_error(make_config, tea
 
 
 @pytest.mark.parametrize("form", ["full", "top-k", "sampled"])
-@pytest.mark.parametrize(("packing", "size"), [(False, None), (True, 3)])
+@pytest.mark.parametrize(("packing", "size"), [(False, None), (True, 28)])
 def test_an_evaluation_without_a_reward_compares_greedy_completions(config, teacher, example, form, packing, size):
     distillation = {"form": form, "kind": "reverse_kl", "top_k": TOP_K}
     tables = {"rollout": {"temperature": TEMPERATURE, "prompts_per_step": 24}, "objective": {"name": "reinforce"}}
-    training = {"packing": packing, "micro_batch_size": size}
+    training = {"packing": packing, "micro_batch_tokens": size}
     data = {"eval_path": str(example / "eval.jsonl")}
     run = make_run(config(distillation=distillation, data=data, training=training, **tables))
     run.held_out = run.held_out[:10]

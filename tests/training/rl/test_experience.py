@@ -15,6 +15,7 @@ import fastrl
 import fastrl.training.rl.run as running
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.rollout import join, rollout_logprobs
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.rl.config import AdvantagesConfig, KLConfig
@@ -180,7 +181,7 @@ def test_where_nothing_varies_there_is_no_update_and_the_next_step_goes_on(confi
         rollout={"dynamic_sampling": True, "max_refills": refills},
         advantages={"estimator": estimator},
         kl={"place": "reward", "kind": "k1", "adaptive": "rlhf", "target": 1.0},
-        training={"steps": 2, "packing": refills > 0, "micro_batch_size": 3, "minibatches": 2},
+        training={"steps": 2, "packing": refills > 0, "micro_batch_tokens": 42, "minibatches": 2},
         **tables,
     )
     run, steps = play(config)
@@ -203,8 +204,10 @@ def test_joined_rollouts_keep_each_tokens_numbers(make_policy, routed):
     whole = join(parts)
     assert whole.prompt_length == 5 and len(whole.input_ids) == 6
     for packed in (False, True):
-        apart = torch.cat([rollout_logprobs(policy, part, 1.0, None, packed) for part in parts])
-        torch.testing.assert_close(rollout_logprobs(policy, whole, 1.0, 4, packed), apart, rtol=0, atol=2e-6)
+        apart = torch.cat([rollout_logprobs(policy, part, 1.0, MicroBatches(None, packed)) for part in parts])
+        torch.testing.assert_close(
+            rollout_logprobs(policy, whole, 1.0, MicroBatches(56, packed)), apart, rtol=0, atol=2e-6
+        )
     torch.testing.assert_close(whole.rollout_logprobs, apart, rtol=0, atol=2e-6)
     first = 0
     for part in parts:
@@ -269,7 +272,7 @@ def test_completions_that_do_not_count_have_their_length_in_opos_baseline(collec
 @pytest.mark.parametrize("place", [None, "reward"])
 def test_a_token_baseline_is_of_the_policys_own_probabilities(collected, packed, place):
     kl = {} if place is None else {"kl": {"place": place, "kind": "k1", "coef": 0.5, "sync_every": 1}}
-    training = {"packing": packed, "micro_batch_size": 5, "minibatches": 1}
+    training = {"packing": packed, "micro_batch_tokens": 70, "minibatches": 1}
     options = {"advantages": {"estimator": "optimal_token_baseline"}, "training": training, **kl}
     rollout, _, run = collected("rising", reward={"overlong_filter": True}, rollout={"temperature": 0.7}, **options)
     assert rollout.old_logprobs is None and rollout.response_advantages is None  # on-policy

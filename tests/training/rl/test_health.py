@@ -100,7 +100,7 @@ def test_a_bad_update_leaves_everything_as_it_was(trained, poison, snapshots, va
 
 def test_only_the_bad_minibatch_is_skipped_and_no_number_comes_from_it(trained, poison, snapshots):
     poison([1])
-    config = trained(training={"steps": 1, "minibatches": 4, "micro_batch_size": 3})
+    config = trained(training={"steps": 1, "minibatches": 4, "micro_batch_tokens": 42})
     (record,) = records(config)
     assert record["skipped_updates"] == 1
     assert None not in record.values()

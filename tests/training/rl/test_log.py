@@ -203,7 +203,7 @@ def test_wandb_gets_the_config_every_step_and_the_end(trained, wandb):
     config = trained(logging={"wandb": "mine"})
     (_, arguments), *logs, end = wandb.calls
     given = {"project": "mine", "dir": config.logging.output_dir, "config": config.model_dump(mode="json")}
-    given["config"]["training"]["micro_batch_size"] = 24  # the whole rollout, which fits
+    given["config"]["training"]["micro_batch_tokens"] = 96  # a whole minibatch, which fits
     assert arguments == given | {"id": None, "resume": None}
     assert [(kind, step) for kind, step, _ in logs] == [("log", 0), ("log", 1), ("log", 2)]
     assert [{"step": step, **record} for _, step, record in logs[1:]] == records(config)

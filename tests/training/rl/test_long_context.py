@@ -22,7 +22,7 @@ def test_a_long_response_takes_a_training_step(trained, write_model, write_rewar
         kl={"coef": 0.1},
         rollout={"prompts_per_step": 1, "num_generations": 2, "max_new_tokens": LENGTH},
         optimizer={"warmup_updates": 0},
-        training={"steps": 1, "minibatches": 1, "micro_batch_size": 1, "memory_budget": "512MiB"},
+        training={"steps": 1, "minibatches": 1, "micro_batch_tokens": 14, "memory_budget": "512MiB"},
         evaluation={"every": None, "metrics": []},
         data={"eval_path": None},
     )

@@ -17,6 +17,7 @@ import fastrl.training.rl.run as running
 import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
 from fastrl.integrations.transformers import SamplingMaskRecorder
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import checkpointing, load_policy, reference_of
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
@@ -63,14 +64,16 @@ def test_the_reference_of_adapters_is_the_model_from_before(load):
     base, adapted = load(), load(lora_rank=2)
     rollout = make_rollout(PROMPTS, LENGTHS)
     reference = reference_of(adapted)
-    expected = rollout_logprobs(base, rollout, 1.0, None)
-    torch.testing.assert_close(rollout_logprobs(adapted, rollout, 1.0, None), expected, rtol=0, atol=1e-6)
+    expected = rollout_logprobs(base, rollout, 1.0, MicroBatches(None))
+    torch.testing.assert_close(rollout_logprobs(adapted, rollout, 1.0, MicroBatches(None)), expected, rtol=0, atol=1e-6)
     with torch.no_grad():
         for parameter in adapted.model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.ones_like(parameter))
-    torch.testing.assert_close(rollout_logprobs(reference, rollout, 1.0, 3, True), expected, rtol=0, atol=1e-5)
-    assert not torch.allclose(rollout_logprobs(adapted, rollout, 1.0, None), expected, atol=0.1)
+    torch.testing.assert_close(
+        rollout_logprobs(reference, rollout, 1.0, MicroBatches(42, True)), expected, rtol=0, atol=1e-5
+    )
+    assert not torch.allclose(rollout_logprobs(adapted, rollout, 1.0, MicroBatches(None)), expected, atol=0.1)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -92,14 +95,14 @@ def test_a_checkpoint_of_adapters_loads_again(trained, tmp_path, spy):
     assert all("lora_" in name for name in load_file(directory / "adapter_model.safetensors"))
 
     rollout = make_rollout(PROMPTS, LENGTHS, sets=False)
-    expected = rollout_logprobs(seen[-1], rollout, 1.0, None)
-    frozen = rollout_logprobs(replace(seen[-1], without_adapters=True), rollout, 1.0, None)
+    expected = rollout_logprobs(seen[-1], rollout, 1.0, MicroBatches(None))
+    frozen = rollout_logprobs(replace(seen[-1], without_adapters=True), rollout, 1.0, MicroBatches(None))
     assert not torch.allclose(expected, frozen, atol=1e-3)
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     logits = model(input_ids=rollout.input_ids[5:6, :5]).logits[0, -1].log_softmax(-1)  # the row with one token
     assert float(logits[rollout.targets[5, 0]].detach()) == pytest.approx(float(expected[5, 0]), abs=1e-5)
     again = load_policy(ModelConfig(path=str(directory)), torch.device("cpu"))
-    torch.testing.assert_close(rollout_logprobs(again, rollout, 1.0, None), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rollout_logprobs(again, rollout, 1.0, MicroBatches(None)), expected, rtol=0, atol=1e-5)
 
     # Of all weights: the adapters are a part of them now.
     trained("more", **ONE, model=location | {"path": str(directory)})
@@ -109,7 +112,7 @@ def test_a_checkpoint_of_adapters_loads_again(trained, tmp_path, spy):
     assert not any(torch.equal(trained[name], base_weights[name]) for name in trained)
     # New adapters beside the merged ones, without which the reference is the model as it came.
     renewed = load_policy(ModelConfig(path=str(directory), lora_rank=2), torch.device("cpu"))
-    reference = rollout_logprobs(replace(renewed, without_adapters=True), rollout, 1.0, None)
+    reference = rollout_logprobs(replace(renewed, without_adapters=True), rollout, 1.0, MicroBatches(None))
     torch.testing.assert_close(reference, expected, rtol=0, atol=1e-5)
 
 
@@ -123,7 +126,8 @@ def test_checkpointed_layers_have_the_same_gradients_and_run_twice(load, bare_ru
     for checkpointed in (False, True):
         policy = load(gradient_checkpointing=checkpointed, **table)
         rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS))
-        run = bare_run(policy, fastrl.GRPO(kl_coef=0.1), micro_batch_size=4, packing=packing)
+        run = bare_run(policy, fastrl.GRPO(kl_coef=0.1), micro_batch_tokens=40, packing=packing)
+        parts = len(run.micro_batches.cut(rollout.shapes()))
         run = with_critic(run, None if table else "own")
         models = [policy.model, *([run.critic] if run.critic else [])]
         mlps = [m for model in models for name, m in model.named_modules() if name.endswith("mlp")]
@@ -135,7 +139,7 @@ def test_checkpointed_layers_have_the_same_gradients_and_run_twice(load, bare_ru
         assert not any(module.training for module in policy.model.modules())
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
     assert float(found[0].abs().max()) > 0
-    assert counts[1] == 2 * counts[0] == 2 * 2 * len(mlps)  # two micro-batches
+    assert counts[1] == 2 * counts[0] == 2 * parts * len(mlps) > 2 * len(mlps)
 
 
 def test_the_flags_are_restored_after_an_error_and_sampling_keeps_its_cache(load, bare_run):
@@ -210,10 +214,10 @@ def test_a_sampler_that_is_the_training_path_has_no_mismatch(make_config, table)
 def test_the_mismatch_is_the_mean_over_counted_tokens(load, bare_run):
     policy = load()
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, [True] * 7 + [False]))
-    own = rollout_logprobs(policy, rollout, 1.0, None)
+    own = rollout_logprobs(policy, rollout, 1.0, MicroBatches(None))
     difference = (own - rollout.rollout_logprobs)[rollout.mask].double()
     for packing in (False, True):
-        _, metrics = gradients(bare_run(policy, fastrl.GRPO(), micro_batch_size=3, packing=packing), rollout)
+        _, metrics = gradients(bare_run(policy, fastrl.GRPO(), micro_batch_tokens=42, packing=packing), rollout)
         assert float(metrics["mismatch/abs_log_ratio"]) == pytest.approx(float(difference.abs().mean()), rel=1e-4)
         k3 = float((difference.exp() - 1 - difference).mean())  # of KL(sampler || training), from the sampler's tokens
         assert float(metrics["mismatch/k3"]) == pytest.approx(k3, rel=1e-3)
@@ -239,7 +243,7 @@ def test_a_correction_weighs_by_the_samplers_own_logprobs(load, bare_run, level,
     weighted = replace(rollout, token_advantages=advantages, response_advantages=None)
     plain, other = fastrl.DAPO(), replace(rollout, rollout_logprobs=rollout.rollout_logprobs + 1)
     for packing in (False, True):
-        options = {"packing": packing, "micro_batch_size": 3}
+        options = {"packing": packing, "micro_batch_tokens": 42}
         found, _ = gradients(bare_run(policy, plain.replace(rollout_correction=correction), **options), rollout)
         expected, _ = gradients(bare_run(policy, plain, **options), weighted)
         assert_gradient(found, expected, 3e-6, rtol=1e-4)
@@ -265,7 +269,7 @@ def test_a_run_with_a_correction_reads_what_the_recorder_saw(make_config, monkey
 
 
 def test_time_and_memory_of_a_step(make_config):
-    _, steps = play(make_config(**GRPO, training={"steps": 2, "micro_batch_size": 5}))
+    _, steps = play(make_config(**GRPO, training={"steps": 2, "micro_batch_tokens": 70}))
     for numbers in steps:
         assert 0 < numbers["time/loss"] <= numbers["time/update"] < numbers["time/step"]
         assert numbers["time/loss_share"] == pytest.approx(numbers["time/loss"] / numbers["time/step"])

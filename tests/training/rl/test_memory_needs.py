@@ -15,7 +15,7 @@ from fastrl.training.stages import dpo, sft
 
 CASES = {
     "padded": {},
-    "packed": {"training": {"packing": True, "micro_batch_size": 5}},
+    "packed": {"training": {"packing": True, "micro_batch_tokens": 70}},
     "one update": {"training": {"minibatches": 1}},
     "a head with autocast": {"model": {"dtype": "bfloat16"}},
     "float32 logits": {"model": {"dtype": "bfloat16", "logits_dtype": "float32"}},
@@ -23,7 +23,7 @@ CASES = {
     "a KL and top-k": {"kl": {"kind": "k3", "coef": 0.1}, "rollout": {"top_k": 5, "top_p": 0.9}},
     "score norms, on-policy": {
         "advantages": {"estimator": "optimal_token_baseline"},
-        "training": {"minibatches": 1, "micro_batch_size": 5},
+        "training": {"minibatches": 1, "micro_batch_tokens": 70},
     },
     "text": {"pretraining": {"length": 64, "batch_size": 32}},
 }

@@ -1,83 +1,91 @@
-"""Micro-batches by memory: what a model keeps is modelled, the largest size that fits is taken, a resume keeps it."""
+"""Micro-batches of at most so many tokens: how rows are cut, and that memory that runs out halves them once."""
 
-import json
+import random
+from itertools import combinations
 
 import pytest
 import torch
 from run_files import repeatable
-from transformers import AutoConfig, AutoModelForCausalLM
 
-import fastrl.training.common.micro_batch as micro_batch
-from fastrl.planning.budget import BudgetTooSmall
-from fastrl.training.common.micro_batch import Expected, activation_bytes, expected, free_bytes, largest_size
-from fastrl.training.common.sections import ModelConfig
+import fastrl.training.rl.update as updating
+from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.rl.train import train
 
 
-@pytest.mark.parametrize(
-    ("free", "size"), [(10**9, 100), (640, 100), (639, 50), (340, 50), (339, 25), (0, 1)], ids=lambda value: str(value)
-)
-def test_the_largest_that_fits_is_taken_in_halves(free, size):
-    """40 bytes of moments and 6 per sequence. A budget of the losses that no plan fits is too large a size too."""
-    asked = []
-
-    def expect(size):
-        asked.append(size)
-        if size > 100:
-            raise BudgetTooSmall("too small", 1)
-        return Expected(10**6, 40, 0, 6 * size)
-
-    assert largest_size(200, expect, free) == size
-    assert asked == [n for n in (200, 100, 50, 25, 13, 7, 4, 2) if n >= size]
+def size(rows, packed):
+    """The tokens of a forward of these shapes."""
+    sequences, prompts, completions, tokens = zip(*rows, strict=True)
+    return sum(tokens) if packed else sum(sequences) * (max(prompts) + max(completions))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_a_model_keeps_for_its_backward_is_modelled_from_above(kind, dtype, checkpointed):
-    """Against the tensors that autograd holds after the forward: the layer that checkpointing computes again is not
-    among them."""
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8, "num_attention_heads": 4}
-    sizes["num_key_value_heads"] = 4
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=32, head_dim=16, **sizes))
-    if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            held[storage.data_ptr()] = storage.nbytes(), tensor
-        return tensor
-
-    ids = torch.randint(0, 32, (4, 32))
-    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with saved, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-        model.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    settings = ModelConfig(path="any", dtype=dtype, gradient_checkpointing=checkpointed)
-    modelled = activation_bytes(model, settings, ids.numel(), ids.shape[1])
-    assert 1 < modelled / sum(size for size, _ in held.values()) < (6 if checkpointed else 2)
-    total = sum(p.numel() for p in model.parameters())
-    assert expected([model, model], modelled)[:2] == (4 * total, 12 * total + 4 * 64 * 192)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_cut_into_the_fewest_and_most_even_of_their_order(packed, seed):
+    """Against every way to cut the sorted rows into stretches."""
+    generator = random.Random(seed)
+    shapes = []
+    for _ in range(generator.randint(1, 8)):
+        lengths = [[generator.randint(1, 9) for _ in range(2)] for _ in range(generator.randint(1, 2))]
+        prompts, completions = zip(*lengths, strict=True)
+        shapes.append(Shape(len(lengths), max(prompts), max(completions), sum(map(sum, lengths))))
+    limit = generator.randint(1, 60)
+    parts = MicroBatches(limit, packed).cut(shapes)
+    order = sorted(range(len(shapes)), key=lambda row: -(shapes[row].prompt + shapes[row].completion))
+    assert [row for part in parts for row in part] == order
+    sizes = [size([shapes[row] for row in part], packed) for part in parts]
+    assert all(n <= limit or len(part) == 1 for n, part in zip(sizes, parts, strict=True))
+    ways = []
+    for count in range(len(shapes)):
+        for borders in combinations(range(1, len(shapes)), count):
+            edges = zip((0, *borders), (*borders, len(shapes)), strict=True)
+            cut = [[shapes[row] for row in order[first:end]] for first, end in edges]
+            ways.append((len(cut), max(size(part, packed) for part in cut), cut))
+    allowed = [(count, most) for count, most, cut in ways if all(len(p) == 1 or size(p, packed) <= limit for p in cut)]
+    assert (len(parts), max(sizes)) == min(allowed)
+    assert MicroBatches(None, packed).cut(shapes) == [list(range(len(shapes)))]
 
 
-def test_a_machine_has_memory_that_is_free():
-    assert 2**20 < free_bytes(torch.device("cpu")) < 2**50
+def test_without_rows_there_is_nothing_to_cut():
+    assert MicroBatches(8).cut([]) == MicroBatches(None).cut([]) == []
 
 
-def test_a_run_takes_the_size_that_fits_and_a_resumed_one_the_same(make_config, monkeypatch, capsys):
-    tables = {"training": {"steps": 2}, "optimizer": {"schedule": "constant"}}
-    whole, half = make_config("whole", **tables), make_config("half", **tables)
-    train(whole)
-    started = json.loads((whole.logging.output_dir / "config.json").read_text())
-    assert started["training"]["micro_batch_size"] == 24 and "micro-batches of 12 sequences" in capsys.readouterr().out
-    monkeypatch.setattr(micro_batch, "free_bytes", lambda device: 1_500_000)
-    train(make_config("half", **tables | {"training": {"steps": 1}}))
-    chosen = json.loads((half.logging.output_dir / "config.json").read_text())["training"]["micro_batch_size"]
-    assert chosen in (6, 3)
-    monkeypatch.setattr(micro_batch, "free_bytes", lambda device: 10**12)
-    train(half, resume=True)
-    assert json.loads((half.logging.output_dir / "config.json").read_text())["training"]["micro_batch_size"] == chosen
-    assert repeatable(half)[0]["loss"] == pytest.approx(repeatable(whole)[0]["loss"], rel=1e-4)
+class OutOfMemory:
+    """Fails as an allocator does at some calls (1, 2, ...), and calls what it replaces at the others."""
+
+    def __init__(self, function, *fails):
+        self.function, self.fails, self.calls = function, fails, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls in self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        return self.function(*args, **kwargs)
+
+
+def test_memory_that_runs_out_halves_them_once(capsys):
+    batches, compute = MicroBatches(101), OutOfMemory(lambda: "done", 1, 3)
+    assert batches.fitted(compute) == "done" and batches.limit == 51
+    assert capsys.readouterr().err == (
+        "fastrl: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; going on with micro-batches of 51 "
+        "tokens\n"
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        batches.fitted(compute)
+    with pytest.raises(torch.OutOfMemoryError):  # what is not cut cannot be halved
+        MicroBatches(None).fitted(OutOfMemory(lambda: "done", 1))
+    with pytest.raises(ZeroDivisionError):
+        MicroBatches(8).fitted(lambda: 1 // 0)
+
+
+def test_a_run_that_ran_out_of_memory_goes_on_as_if_it_had_not(make_config, monkeypatch, capsys):
+    """In the second micro-batch of an update, whose first one had left its gradient."""
+
+    def numbers(name):
+        tables = {"training": {"steps": 1, "minibatches": 2, "micro_batch_tokens": 80}}
+        train(config := make_config(name, **tables))
+        return repeatable(config)[0]
+
+    expected = numbers("whole")
+    monkeypatch.setattr(updating, "linear_policy_loss", OutOfMemory(updating.linear_policy_loss, 2))
+    assert numbers("cut") == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert "going on with micro-batches of 40 tokens" in capsys.readouterr().err

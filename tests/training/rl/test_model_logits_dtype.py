@@ -10,6 +10,7 @@ from teachers import save_teacher
 
 from fastrl.planning import plans
 from fastrl.training.common.distillation import Distillation
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import reference_of
 from fastrl.training.common.rollout import hidden_states, rollout_logprobs
 from fastrl.training.common.sections import TeacherConfig
@@ -77,7 +78,7 @@ def test_log_probabilities_are_those_of_unrounded_logits(make_policy):
     exact = log_p.gather(-1, rollout.targets[..., None])[..., 0].where(rollout.mask, 0.0)
 
     def error(policy):
-        return float((rollout_logprobs(policy, rollout, 1.0, None) - exact).abs().max())
+        return float((rollout_logprobs(policy, rollout, 1.0, MicroBatches(None)) - exact).abs().max())
 
     assert error(policy) < 1e-5 > error(reference_of(policy))
     assert error(replace(policy, head=policy.head | {"logits_dtype": None})) > 1e-3

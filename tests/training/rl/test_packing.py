@@ -18,6 +18,7 @@ import fastrl
 import fastrl.training.rl.run as running
 import fastrl.training.rl.update as updating
 from fastrl.base.errors import UserError
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import check_batches
 from fastrl.training.common.rollout import rollout_logprobs
 
@@ -50,14 +51,14 @@ def test_micro_batches_and_packing_change_no_gradient(policy, bare_run, spy, obj
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, counted, sets=critic is not None))
     losses, expected = spy(updating, "linear_policy_loss", lambda *_: None), None
     for packing in (False, True):
-        for size in (None, 4, 3, 2, 1):  # with 1 some micro-batches count nothing
+        for tokens in (None, 40, 28, 20, 1):  # with 1 some micro-batches count nothing
             losses.clear()
-            run = with_critic(bare_run(policy, objective, packing=packing, micro_batch_size=size), critic)
+            run = with_critic(bare_run(policy, objective, packing=packing, micro_batch_tokens=tokens), critic)
             found = gradients(run, rollout)
             expected = expected or found
             tight = {} if packing or critic else {"rtol": 1e-5, "share": 1e-6, "atol": 1e-6}
-            assert_same(found, expected, f"packing {packing}, micro_batch_size {size}", **tight)
-            assert len(losses) == -(-8 // (size or 8))
+            assert_same(found, expected, f"packing {packing}, micro_batch_tokens {tokens}", **tight)
+            assert len(losses) == len(run.micro_batches.cut(rollout.shapes())) >= (tokens is not None) + 1
     assert expected[1]["tokens"] == sum(n for n, counts in zip(LENGTHS, counted, strict=True) if counts)
 
 
@@ -74,18 +75,18 @@ def test_a_row_that_does_not_count_is_still_a_sequence(policy, bare_run, objecti
 
 @given(
     rows=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.booleans()), min_size=1, max_size=6),
-    size=st.integers(1, 6),
+    tokens=st.integers(1, 40),
     name=st.sampled_from(sorted(OBJECTIVES)),
     sets=st.booleans(),
 )
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_lengths_in_any_micro_batches(policy, bare_run, rows, size, name, sets):
+def test_any_lengths_in_any_micro_batches(policy, bare_run, rows, tokens, name, sets):
     prompts, completions, counted = map(list, zip(*rows, strict=True))
     rollout = own_logprobs(policy, make_rollout(prompts, completions, [*counted[:-1], True], sets))
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(size))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(tokens))
     whole = gradients(bare_run(policy, OBJECTIVES[name]), rollout)
-    packed = gradients(bare_run(policy, OBJECTIVES[name], packing=True, micro_batch_size=size), rollout, order)
-    assert_same(packed, whole, f"{rows} by {size}")
+    packed = gradients(bare_run(policy, OBJECTIVES[name], packing=True, micro_batch_tokens=tokens), rollout, order)
+    assert_same(packed, whole, f"{rows} by {tokens}")
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -103,27 +104,27 @@ def test_nothing_that_counts_is_a_zero_gradient(policy, bare_run, packing):
 @pytest.mark.parametrize("values", MODELS.values(), ids=MODELS.keys())
 def test_packed_logprobs_are_the_padded_ones(make_policy, values):
     policy = make_policy(**DEEP, **values)
-    for sets, counted, size in ((True, None, None), (False, [True] * 7 + [False], 3), (True, None, 1)):
+    for sets, counted, size in ((True, None, None), (False, [True] * 7 + [False], 28), (True, None, 1)):
         rollout = make_rollout(PROMPTS, LENGTHS, counted, sets)
-        padded = rollout_logprobs(policy, rollout, 0.8, size)
-        packed = rollout_logprobs(policy, rollout, 0.8, size, packed=True)
+        padded = rollout_logprobs(policy, rollout, 0.8, MicroBatches(size))
+        packed = rollout_logprobs(policy, rollout, 0.8, MicroBatches(size, True))
         torch.testing.assert_close(packed, padded, rtol=0, atol=1e-5)
         assert (packed[~rollout.mask] == 0).all() and (packed[rollout.mask] <= 0).all()
     one = rollout.select(torch.tensor([5]))
     torch.testing.assert_close(
-        rollout_logprobs(policy, one, 0.8, None, packed=True), padded[5:6, :1], rtol=0, atol=1e-5
+        rollout_logprobs(policy, one, 0.8, MicroBatches(None, True)), padded[5:6, :1], rtol=0, atol=1e-5
     )
     nothing = replace(one, counted=torch.tensor([False]))
-    assert (rollout_logprobs(policy, nothing, 0.8, None, packed=True) == 0).all()
+    assert (rollout_logprobs(policy, nothing, 0.8, MicroBatches(None, True)) == 0).all()
 
 
 def test_a_packed_sequence_does_not_see_the_one_before_it(policy):
     """A model that attended across would give other numbers where the neighbour is another one."""
     rollout = make_rollout(PROMPTS, LENGTHS, sets=False)
-    before = rollout_logprobs(policy, rollout, 1.0, None, packed=True)
+    before = rollout_logprobs(policy, rollout, 1.0, MicroBatches(None, True))
     changed = rollout.input_ids.clone()
     changed[0] = changed[0].flip(0)
-    after = rollout_logprobs(policy, replace(rollout, input_ids=changed), 1.0, None, packed=True)
+    after = rollout_logprobs(policy, replace(rollout, input_ids=changed), 1.0, MicroBatches(None, True))
     torch.testing.assert_close(after[1:], before[1:], rtol=0, atol=1e-6)
     assert not torch.allclose(after[0], before[0])
 
@@ -131,9 +132,9 @@ def test_a_packed_sequence_does_not_see_the_one_before_it(policy):
 def test_a_model_without_position_ids_cannot_be_packed(make_policy):
     policy = make_policy(model_type="bloom")
     rollout = make_rollout([1, 2], [2, 1], sets=False)
-    assert rollout_logprobs(policy, rollout, 1.0, None).isfinite().all()
+    assert rollout_logprobs(policy, rollout, 1.0, MicroBatches(None)).isfinite().all()
     with pytest.raises(UserError, match=r"training\.packing: BloomModel takes no position_ids"):
-        rollout_logprobs(policy, rollout, 1.0, None, packed=True)
+        rollout_logprobs(policy, rollout, 1.0, MicroBatches(None, True))
 
 
 @pytest.mark.parametrize("values", MODELS.values(), ids=MODELS.keys())
@@ -202,7 +203,7 @@ def dense_gradient(run, rollout, clip):
 def test_the_gradient_is_dense_float64_autograds(policy, bare_run, packing, kind, clip):
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, [True] * 7 + [False]), noise=0.2)
     objective = fastrl.DAPO(clip_low=0.1, clip_high=0.1, kl=fastrl.KL("k3", 0.3), entropy_coef=0.1)
-    run = with_critic(bare_run(policy, objective, packing=packing, micro_batch_size=3), kind, clip=clip)
+    run = with_critic(bare_run(policy, objective, packing=packing, micro_batch_tokens=42), kind, clip=clip)
     gradient, metrics = gradients(run, rollout)
     expected, loss, values, clipped = dense_gradient(run, rollout, clip)
     assert 0 < metrics["clip_frac"] < 1 and (clip is None or 0 < clipped < int(rollout.mask.sum()))

@@ -90,7 +90,7 @@ def test_a_run_in_one_process_differs_in_its_engine_alone():
 def test_the_budget_lets_a_gpu_take_the_cheapest_plan(name):
     config, case = load(name), CASES[name]
     objective, _, _ = running._objective(config, torch.device("cpu"))
-    for call in loss_calls(config, objective, config.training.micro_batch_size):
+    for call in loss_calls(config, objective, config.training.micro_batch_tokens):
         on_gpu = call.plan_call(case.vocab, case.hidden, False, config.model, "cuda")
         planned = on_gpu._replace(backend="triton")  # as where there is one
         budgeted, ample = (choose(planned, parse_budget(size)) for size in (config.training.memory_budget, "1TiB"))

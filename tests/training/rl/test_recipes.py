@@ -27,7 +27,7 @@ from fastrl.training.common.settings import load_settings
 from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.run import Run, make_run
-from fastrl.training.rl.update import accumulate_gradients
+from fastrl.training.rl.update import accumulate_gradients, pretrain
 
 RECIPES = EXAMPLES / "recipes"
 CHARACTERS = ["", "=", *"0123456789"]  # the example's vocabulary; 0 is EOS
@@ -354,13 +354,13 @@ def recipe(tmp_path):
             "data": {"eval_path": None},
             "evaluation": {"every": None, "metrics": []},
             "rollout": {"prompts_per_step": 6, "num_generations": 4},
-            "training": {"steps": 2, "minibatches": 2, "epochs": 1, "micro_batch_size": 5, "device": "cpu"},
+            "training": {"steps": 2, "minibatches": 2, "epochs": 1, "micro_batch_tokens": 70, "device": "cpu"},
             "logging": {"output_dir": str(tmp_path / "run"), "tensorboard": False, "overwrite": False},
         }
         if plain.distillation is not None:
             overrides["distillation"] = {"teacher": save_teacher(tmp_path / "teacher")}
         if name in ("clip_cov", "kl_cov"):  # a choice among all tokens of an update
-            del overrides["training"]["micro_batch_size"]
+            del overrides["training"]["micro_batch_tokens"]
         if name == "sparse":  # a random policy is never exactly right, unless it is right to say nothing
             (tmp_path / "silence.jsonl").write_text('{"prompt": "12=", "answer": ""}\n{"prompt": "3=", "answer": ""}\n')
             overrides["data"]["path"] = str(tmp_path / "silence.jsonl")
@@ -413,8 +413,11 @@ def check(run: Run, rollout: Rollout, formula: Formula) -> None:
         generator = run.objective.covariance.generator.clone_state()
         x.draws = torch.rand(x.m.numel(), generator=generator, dtype=torch.float64).view_as(x.m)
     parts = accumulate_gradients(run, rollout, torch.arange(len(x.m)), Stopwatch(run.policy.device))
+    loss = sum(part["loss"].double() for part in parts)
+    if run.text is not None:
+        loss = pretrain(run, run.text, loss)["loss"]
     expected, gradients = expected_loss(run, rollout, formula, x, position)
-    assert_close(sum(part["loss"].double() for part in parts), expected)
+    assert_close(loss, expected)
     parameters = [p for part in perturbed for p in part.parameters()]
     scale = max(float(g.abs().max()) for g in gradients if g is not None)
     for parameter, gradient in zip(parameters, gradients, strict=True):

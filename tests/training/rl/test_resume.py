@@ -35,7 +35,7 @@ def reward(prompts, completions, answer):
                 os.kill(os.getpid(), number)
     return [noise + sum(a == b for a, b in zip(c, r)) for c, r in zip(completions, answer)]
 """
-PLAIN = {"training": {"steps": STEPS, "minibatches": 1, "micro_batch_size": 7}}
+PLAIN = {"training": {"steps": STEPS, "minibatches": 1, "micro_batch_tokens": 98}}
 EVERYTHING = {
     "objective": {"name": "grpo", "presets": {}, "kl_coef": 0.1},
     "rollout": {"prompts_per_step": 6, "num_generations": 4, "top_p": 0.9, "batch_size": 10},
@@ -144,7 +144,7 @@ def test_a_complete_run_has_nothing_left_to_do_but_more_steps(prepare, tmp_path,
 def test_what_decides_no_number_may_change(prepare, ask):
     ask(5, signal.SIGTERM)
     train(prepare("resumed"))
-    tables = {"training": PLAIN["training"] | {"micro_batch_size": 3}, "evaluation": {"every": 4}}
+    tables = {"training": PLAIN["training"] | {"micro_batch_tokens": 42}, "evaluation": {"every": 4}}
     other = prepare("resumed", {**PLAIN, **tables}, checkpoint_every=2, keep_checkpoints=3)
     assert train(other, resume=True)["steps"] == STEPS
 

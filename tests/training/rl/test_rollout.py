@@ -7,6 +7,7 @@ from own_engine import generate
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.rollout import completion_texts, rollout_logprobs
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.engines.transformers import completion_mask
@@ -35,7 +36,7 @@ def test_logprobs_are_the_models_own_without_padding(make_policy, values):
     policy = make_policy(**values)
     add_noise(0.3, policy.model)  # biases start at 0, and small weights hide a missing softcap
     rollout = generate(policy, PROMPTS, RolloutConfig(max_new_tokens=5, temperature=0.8))
-    logprobs = rollout_logprobs(policy, rollout, 0.8, batch_size=2)
+    logprobs = rollout_logprobs(policy, rollout, 0.8, MicroBatches(28))
     for row, example in enumerate(PROMPTS):
         length = int(rollout.mask[row].sum())
         completion = rollout.targets[row, :length]

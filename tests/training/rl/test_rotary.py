@@ -61,7 +61,7 @@ def test_ratios_of_a_run_do_not_depend_on_the_micro_batches(make_config, write_m
         data={"path": str(tmp_path / "data.jsonl")},
         optimizer={"lr": 1e-12},
         rollout={"prompts_per_step": 2, "max_new_tokens": 6},
-        training={"steps": 1, "epochs": 2, "minibatches": 1, "micro_batch_size": 4},
+        training={"steps": 1, "epochs": 2, "minibatches": 1, "micro_batch_tokens": 56},
     )
     summary = module.train(config)
     assert summary["ratio_max"] == pytest.approx(1, abs=1e-4)

@@ -11,6 +11,7 @@ from run_files import json_lines, records, write_json_lines
 from transformers import AutoTokenizer
 
 from fastrl.training.common.data import Example
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.rollout import completion_texts, rollout_logprobs
 from fastrl.training.common.sections import ModelConfig, RolloutConfig
 from fastrl.training.engines.choice import make_sampler
@@ -86,7 +87,7 @@ def test_the_trainers_logprobs_are_the_samplers_at_the_policys_tokens(make_polic
         forwarded = rollout.attention_mask & ~last
         assert (rollout.routing[forwarded] >= 0).all() and (rollout.routing[~forwarded] == -1).all()
     for packed in (False, True):
-        found = rollout_logprobs(policy, rollout, 1.0, 5, packed)
+        found = rollout_logprobs(policy, rollout, 1.0, MicroBatches(70, packed))
         torch.testing.assert_close(found, rollout.rollout_logprobs, rtol=0, atol=1e-5)
     assert (rollout.rollout_logprobs[drawn] < 0).any() and (found[~drawn] == 0).all()
     # Two tokens of a tool follow each turn but the last, whether it ended with "=" (1) or EOS (0).
@@ -102,7 +103,7 @@ def test_the_trainers_logprobs_are_the_samplers_at_the_policys_tokens(make_polic
 def test_steps_and_evaluations_use_tools(make_config, task, packing):
     task["evaluation"] |= {"samples": 2, "k": [1]}
     kl = {"place": "loss", "kind": "k3", "coef": 0.1}
-    run, numbers = play(make_config(**task, training={"packing": packing, "micro_batch_size": 5}, kl=kl))
+    run, numbers = play(make_config(**task, training={"packing": packing, "micro_batch_tokens": 70}, kl=kl))
     for step in numbers:
         assert step["mismatch/abs_log_ratio"] < 1e-6 and step["turns"] > 1 and step["tool_tokens"] > 0
         assert step["length"] + step["tool_tokens"] <= 5

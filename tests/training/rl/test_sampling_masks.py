@@ -10,6 +10,7 @@ from run_files import records
 
 import fastrl
 from fastrl.integrations.transformers import SamplingMaskRecorder
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.common.timing import Stopwatch
@@ -49,7 +50,7 @@ def test_logprobs_are_the_samplers_and_without_the_mask_lack_the_lost_mass(
     config = RolloutConfig(max_new_tokens=6, temperature=0.8, batch_size=batch_size, **truncation)
     rollout = generate(policy, EXAMPLES, config)
     counts = rollout.mask
-    logprobs = rollout_logprobs(policy, rollout, 0.8, batch_size=3)
+    logprobs = rollout_logprobs(policy, rollout, 0.8, MicroBatches(42))
 
     expected = torch.zeros(counts.shape)
     start, steps = 0, iter(sampler_logprobs)
@@ -63,7 +64,7 @@ def test_logprobs_are_the_samplers_and_without_the_mask_lack_the_lost_mass(
 
     kept = rollout.sampling_mask.to_dense(VOCAB).view(*counts.shape, VOCAB)
     mass = (full_logprobs(policy, rollout, 0.8).exp() * kept).sum(-1)
-    without = rollout_logprobs(policy, replace(rollout, sampling_mask=None), 0.8, None)
+    without = rollout_logprobs(policy, replace(rollout, sampling_mask=None), 0.8, MicroBatches(None))
     torch.testing.assert_close((logprobs - without)[counts].double(), -mass[counts].log(), rtol=0, atol=3e-6)
     assert mass[counts].min() < 0.95  # something was lost
 
@@ -80,15 +81,15 @@ def test_ratios_of_the_first_update_are_1_and_the_kl_is_0(policy, bare_run):
 
     def metrics(old):
         batch = replace(rollout, response_advantages=advantages, old_logprobs=old, ref_logprobs=old)
-        run = bare_run(policy, objective, micro_batch_size=3)
+        run = bare_run(policy, objective, micro_batch_tokens=42)
         return accumulate_gradients(run, batch, torch.randperm(11), Stopwatch(policy.device))
 
-    for found in metrics(rollout_logprobs(policy, rollout, 1.0, 4)):
+    for found in metrics(rollout_logprobs(policy, rollout, 1.0, MicroBatches(56))):
         assert float(found["ratio_mean"]) == pytest.approx(1.0, abs=1e-6)
         assert float(found["ratio_max"]) == pytest.approx(1.0, abs=3e-6)
         assert float(found["kl"]) == pytest.approx(0.0, abs=1e-9)
     # Old log-probabilities of the whole vocabulary would be off by the lost mass.
-    without = rollout_logprobs(policy, replace(rollout, sampling_mask=None), 1.0, 4)
+    without = rollout_logprobs(policy, replace(rollout, sampling_mask=None), 1.0, MicroBatches(56))
     assert min(float(found["ratio_mean"]) for found in metrics(without)) > 1.05
 
 
@@ -118,7 +119,7 @@ def test_a_run_with_truncated_sampling(make_config):
     config = make_config(
         rollout={"top_p": 0.9, "batch_size": 10},
         objective={"name": "grpo", "presets": {}, "kl_coef": 0.1},
-        training={"minibatches": 1, "micro_batch_size": 7},
+        training={"minibatches": 1, "micro_batch_tokens": 98},
         optimizer={"warmup_updates": 0},
     )
     assert train(config)["steps"] == 2

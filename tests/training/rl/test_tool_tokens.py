@@ -24,6 +24,7 @@ import fastrl
 from fastrl import SamplingMask
 from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.health import describe
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.rollout import hidden_states, join, rollout_logprobs
 from fastrl.training.common.sections import TeacherConfig
 from fastrl.training.rl.config import AdvantagesConfig, KLConfig
@@ -81,7 +82,7 @@ def test_loss_and_gradient_are_those_of_the_drawn_tokens_in_float64(
     policy, bare_run, rollout, drawn, packing, mean, kind
 ):
     objective = fastrl.DAPO(clip_low=0.1, clip_high=0.1, kl=fastrl.KL("k3", 0.3), entropy_coef=0.1, aggregate=mean)
-    run = with_critic(bare_run(policy, objective, packing=packing, micro_batch_size=3), kind, clip=None)
+    run = with_critic(bare_run(policy, objective, packing=packing, micro_batch_tokens=42), kind, clip=None)
     gradient, metrics = gradients(run, rollout)
     expected, loss = dense_gradient(run, rollout, drawn, mean)
     assert metrics["tokens"] == drawn.sum() < rollout.completion_mask.sum()
@@ -127,7 +128,7 @@ def test_no_gradient_flows_through_the_state_before_a_tools_token(policy, rollou
 @pytest.mark.parametrize("packed", [False, True])
 def test_logprobs_are_0_at_tools_tokens(policy, rollout, drawn, packed):
     expected, _, _ = dense(policy, rollout)
-    found = rollout_logprobs(policy, rollout, 1.0, 3, packed)
+    found = rollout_logprobs(policy, rollout, 1.0, MicroBatches(42, packed))
     torch.testing.assert_close(found.double(), expected.where(drawn, 0).detach(), rtol=0, atol=1e-5)
     assert (found[~drawn] == 0).all()
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.rl.train import train
 
@@ -65,7 +66,7 @@ def test_a_checkpoint_reloads_and_can_be_trained_further(trained, spy):
     trained("again", model={"config": None, "tokenizer": None, "path": str(directory)})
 
 
-@pytest.mark.parametrize("training", [{"minibatches": 3, "epochs": 2, "micro_batch_size": 3}, {"minibatches": 1}])
+@pytest.mark.parametrize("training", [{"minibatches": 3, "epochs": 2, "micro_batch_tokens": 42}, {"minibatches": 1}])
 def test_a_seed_fixes_every_number(trained, training):
     def run(name, seed):
         return repeatable(trained(name, training=training | {"seed": seed, "steps": 2}))
@@ -83,7 +84,7 @@ def test_on_policy_and_given_old_logprobs_agree(trained, monkeypatch):
     update = module.update
 
     def with_old(run, rollout):
-        old = rollout_logprobs(run.policy, rollout, run.config.rollout.temperature, None)
+        old = rollout_logprobs(run.policy, rollout, run.config.rollout.temperature, MicroBatches(None))
         return update(run, replace(rollout, old_logprobs=old))
 
     monkeypatch.setattr(module, "update", with_old)

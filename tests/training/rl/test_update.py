@@ -54,7 +54,7 @@ def test_a_minibatch_is_averaged_over_its_own_tokens_sequences_and_prompts(make_
     policy = make_policy()
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, sets=False))
     rows = torch.tensor([2, 0])
-    of_rollout, _ = gradients(bare_run(policy, OBJECTIVES[objective], micro_batch_size=1), rollout, rows)
+    of_rollout, _ = gradients(bare_run(policy, OBJECTIVES[objective], micro_batch_tokens=14), rollout, rows)
     alone, _ = gradients(bare_run(policy, OBJECTIVES[objective]), rollout.select(rows))
     assert alone.norm() > 0
     torch.testing.assert_close(of_rollout, alone, rtol=1e-4, atol=1e-6 * float(alone.abs().max()))

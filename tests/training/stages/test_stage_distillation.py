@@ -12,6 +12,7 @@ from teachers import exact_divergence, rename_token, save_teacher
 import fastrl.training.common.policy as loading
 from fastrl.base.errors import UserError
 from fastrl.training.common.distillation import Distillation, load_teacher
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.optimizer import cpu_threads
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.sections import ModelConfig
@@ -64,11 +65,11 @@ def test_the_gradient_is_dense_float64_autograds_however_it_is_cut_up(tmp_path, 
     settings = DistillationConfig(teacher=teacher, kind=kind, beta=0.3, coef=coef)
     frozen = load_teacher(settings, ModelConfig(path=teacher), policy, packing=True)
     expected, loss, entropy, divergence = by_hand(policy, frozen, settings)
-    for packing, size in ((False, 4), (False, 1), (True, 3), (True, 4)):
+    for packing, tokens in ((False, 99), (False, 1), (True, 20), (True, 99)):
         policy.model.zero_grad()
         distillation = Distillation(frozen, settings, packing=packing)
         stage = SFT(policy, TokenTrainingConfig(packing=packing), distillation)
-        numbers = measure(stage, ROWS, size, backward=True)
+        numbers = measure(stage, ROWS, MicroBatches(tokens, packing), backward=True)
         names = {"loss": loss, "tokens": 15, "divergence": divergence}
         names |= {} if coef == 1 else {"cross_entropy": entropy}
         assert numbers == pytest.approx(names, rel=1e-5)

@@ -15,6 +15,7 @@ from run_files import records
 
 import fastrl
 from fastrl.training.common.checksums import CHECKSUMS, write_checksums
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.stages.config import DPOConfig, TokenTrainingConfig
@@ -59,11 +60,11 @@ def oracle(before, after):
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_first_loss_is_log_2_and_the_gradient_is_the_oracles(policy, packing, size):
+@pytest.mark.parametrize("tokens", [1, 28, 99])
+def test_the_first_loss_is_log_2_and_the_gradient_is_the_oracles(policy, packing, tokens):
     trained = stage(policy, packing)
-    pairs = trained.attach(PAIRS, trained.before(PAIRS, size))
-    first = measure(trained, pairs, 3, backward=False)
+    pairs = trained.attach(PAIRS, trained.before(PAIRS, MicroBatches(tokens, packing)))
+    first = measure(trained, pairs, MicroBatches(42, packing), backward=False)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert first["tokens"] == sum(len(p.chosen.completion) + len(p.rejected.completion) for p in PAIRS)
     before = copy.deepcopy(policy.model)
@@ -72,7 +73,7 @@ def test_the_first_loss_is_log_2_and_the_gradient_is_the_oracles(policy, packing
     loss, expected = oracle(before, policy.model)
     assert abs(loss - math.log(2)) > 0.01  # it has moved far enough to tell a wrong reference
     policy.model.zero_grad()
-    numbers = measure(trained, pairs, size, backward=True)
+    numbers = measure(trained, pairs, MicroBatches(tokens, packing), backward=True)
     assert numbers["loss"] == pytest.approx(loss, rel=1e-5)
     assert numbers["margin"] == pytest.approx(numbers["chosen_reward"] - numbers["rejected_reward"], abs=1e-5)
     # Log-probabilities of about -20, in float32, are what the pairs' weights come from.
@@ -81,14 +82,14 @@ def test_the_first_loss_is_log_2_and_the_gradient_is_the_oracles(policy, packing
 
 def test_the_reference_of_adapters_is_the_model_without_them(policy, policy_path):
     pytest.importorskip("peft")
-    expected = stage(policy).before(PAIRS, 3)
+    expected = stage(policy).before(PAIRS, MicroBatches(None))
     config = ModelConfig(path=policy_path, lora_rank=2, lora_targets=["q_proj", "gate_proj"])
     adapted = load_policy(config, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in adapted.model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter)
-    torch.testing.assert_close(stage(adapted).before(PAIRS, 3), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(stage(adapted).before(PAIRS, MicroBatches(None)), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -99,7 +100,7 @@ def test_any_preference_in_any_micro_batches(policy, name, packing):
     """Loss and gradient of an update, its likelihood term averaged over all of its tokens, whatever it is cut into."""
     objective = PREFERENCES[name]
     trained = stage(policy, packing, objective)
-    before = trained.before(PAIRS, 2)
+    before = trained.before(PAIRS, MicroBatches(28, packing))
     assert (before is None) == (not objective.reference)
     pairs = PAIRS if before is None else trained.attach(PAIRS, before)
     lengths = torch.tensor([[len(p.chosen.completion), len(p.rejected.completion)] for p in PAIRS]).T
@@ -112,7 +113,7 @@ def test_any_preference_in_any_micro_batches(policy, name, packing):
     moved.zero_grad()
     loss.backward()
     policy.model.zero_grad()
-    numbers = measure(trained, pairs, 2, backward=True)
+    numbers = measure(trained, pairs, MicroBatches(28, packing), backward=True)
     assert numbers["loss"] == pytest.approx(loss.item(), rel=2e-5)
     assert numbers["margin"] == pytest.approx((rewards[0] - rewards[1]).mean().item(), rel=1e-4, abs=1e-5)
     assert ("nll" in numbers) == (objective.nll_coef > 0)
@@ -131,7 +132,7 @@ def test_accuracy_rises(settings, write_rows, tmp_path, policy_path, lora):
         model={"path": policy_path, **lora},
         data={"eval_path": str(write_rows(rows[48:], "eval.jsonl"))},
         optimizer={"lr": 3e-3},
-        training={"epochs": 6, "batch_size": 12, "micro_batch_size": 5},
+        training={"epochs": 6, "batch_size": 12, "micro_batch_tokens": 70},
     )
     summary = train(DPOConfig.model_validate(tables))
     first, *_ = records(tmp_path / "run")
@@ -157,7 +158,7 @@ def test_accuracy_rises_with_other_preferences(settings, write_rows, tmp_path, p
         write_rows(rows),
         model={"path": policy_path},
         optimizer={"lr": 3e-3},
-        training={"epochs": 6, "batch_size": 12, "micro_batch_size": 5},
+        training={"epochs": 6, "batch_size": 12, "micro_batch_tokens": 70},
         loss=loss,
     )
     summary = train(DPOConfig.model_validate(tables))

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, PromptFormat
 from fastrl.training.common.loading import load_tokenizer
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import load_model
 from fastrl.training.common.reward_model import MEAN, RewardModel, score_sequences
 from fastrl.training.common.sections import ModelConfig
@@ -45,7 +46,7 @@ def trained(settings, write_rows, tmp_path, policy_path):
         path,
         model={"path": policy_path},
         data={"eval_path": str(write_rows(ranked_rows(120)[80:], "eval.jsonl"))},
-        training={"epochs": 4, "batch_size": 16, "micro_batch_size": 6},
+        training={"epochs": 4, "batch_size": 16, "micro_batch_tokens": 84},
     )
     summary = train(RewardModelConfig.model_validate(tables))
     return str(tmp_path / "run" / "model"), rows, summary
@@ -113,9 +114,9 @@ def test_micro_batches_add_up_and_agree_with_pairs_in_a_loop(stage):
     expected = torch.stack(losses).mean()
     expected.backward()
     gradient = gradient_of(stage.model)
-    for size in (1, 2, 3):
+    for tokens in (1, 28, 99):
         stage.model.zero_grad()
-        numbers = measure(stage, rows, size, backward=True)
+        numbers = measure(stage, rows, MicroBatches(tokens), backward=True)
         assert numbers["loss"] == pytest.approx(expected.item(), rel=1e-5)
         assert numbers["accuracy"] == pytest.approx(torch.stack(right).mean().item())
         assert numbers["margin"] == pytest.approx(torch.stack(margins).mean().item(), rel=1e-4)

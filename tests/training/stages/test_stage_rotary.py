@@ -28,9 +28,9 @@ def longrope(model_config):
 
 def test_the_loss_of_a_row_does_not_depend_on_the_rows_beside_it(settings, write_rows, longrope, tmp_path):
     losses = []
-    for size in (1, 2):
-        training = {"batch_size": 2, "micro_batch_size": size}
-        tables = settings(write_rows(ROWS), training=training, logging={"output_dir": str(tmp_path / str(size))})
+    for tokens in (1, 99):
+        training = {"batch_size": 2, "micro_batch_tokens": tokens}
+        tables = settings(write_rows(ROWS), training=training, logging={"output_dir": str(tmp_path / str(tokens))})
         losses.append(train(SFTConfig.model_validate(tables))["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 

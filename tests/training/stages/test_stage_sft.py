@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example, PromptFormat
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import load_policy
 from fastrl.training.common.rollout import completion_texts
 from fastrl.training.common.sections import ModelConfig, OptimizerConfig, RolloutConfig
@@ -45,11 +46,12 @@ def dense(policy, rows):
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_gradient_is_that_of_dense_logits(policy, packing, size):
+@pytest.mark.parametrize("tokens", [1, 14, 99])
+def test_the_gradient_is_that_of_dense_logits(policy, packing, tokens):
     loss, expected = dense(policy, ROWS)
     policy.model.zero_grad()
-    numbers = measure(SFT(policy, TokenTrainingConfig(packing=packing)), ROWS, size, backward=True)
+    stage = SFT(policy, TokenTrainingConfig(packing=packing))
+    numbers = measure(stage, ROWS, MicroBatches(tokens, packing), backward=True)
     assert numbers == {"loss": pytest.approx(loss, rel=1e-6), "tokens": 15}
     assert_gradient(gradient_of(policy.model), expected, ROUNDING)
 
@@ -79,7 +81,7 @@ def test_the_order_and_the_numbers_repeat(settings, write_rows, tmp_path):
     path = write_rows([{"prompt": f"{n}=", "completion": f"{n}"} for n in range(10)])
     losses = []
     for name in ("a", "b"):
-        training = {"epochs": 2, "batch_size": 4, "micro_batch_size": 3}
+        training = {"epochs": 2, "batch_size": 4, "micro_batch_tokens": 42}
         logging = {"output_dir": str(tmp_path / name), "tensorboard": True}
         tables = settings(path, optimizer={"schedule": "linear"}, training=training, logging=logging)
         train(SFTConfig.model_validate(tables))
@@ -154,10 +156,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings, write_rows, tmp_path)
 
 def test_an_update_is_halved_until_it_fits_and_the_header_says_so(settings, write_rows, tmp_path, monkeypatch, capsys):
     path = write_rows([{"prompt": "12=", "completion": "21"}] * 8)
-    monkeypatch.setattr("fastrl.training.common.micro_batch.free_bytes", lambda device: 1)
+    monkeypatch.setattr("fastrl.training.common.expected_memory.free_bytes", lambda device: 1)
     tables = settings(path, data={"eval_path": str(path)})
     train(SFTConfig.model_validate(tables))
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["micro_batch_size"] == 1
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["micro_batch_tokens"] == 1
     first = json_lines(tmp_path / "run" / "metrics.jsonl")[0]
     assert set(first) == {"step", "eval/loss"} and first["step"] == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
@@ -167,7 +169,7 @@ def test_an_update_is_halved_until_it_fits_and_the_header_says_so(settings, writ
     texts = dict(lines)
     assert texts["run"] == "sft: 1 epoch in updates of 32 rows" and texts["output"] == str(tmp_path / "run")
     assert texts["data"] == "8 rows, 8 held out, at most 6 tokens in a sequence"
-    assert texts["losses"].startswith("plan ") and "micro-batches of 1 rows" in texts["memory"]
+    assert texts["losses"].startswith("plan ") and "micro-batches of 1 tokens" in texts["memory"]
 
 
 def test_empty_completions_are_counted(settings, write_rows, capsys):

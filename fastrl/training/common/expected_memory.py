@@ -1,0 +1,121 @@
+"""The memory that a run is expected to take, and the largest micro-batches with which that fits the device.
+
+Weights, gradients and moments are counted, and the losses' plans say what they take. What a model keeps for its
+backward is modelled: 18 numbers per hidden unit and 5 per unit of the feed-forward layers, for each token and layer, of
+4 bytes, or with products in bfloat16 of 3 on average, because norms and the residual stream stay in float32. Qwen3 and
+Llama keep four fifths of that.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastrl.planning.budget import BudgetTooSmall, memory_bytes
+from fastrl.planning.plans import Plan
+from fastrl.training.common.policy import layers_of
+from fastrl.training.common.sections import ModelConfig
+
+#: Of the free memory: the rest is for what is not modelled, and for gaps between tensors.
+SHARE = 0.9
+
+
+class Expected(NamedTuple):
+    """What a run is expected to hold at its largest, in bytes."""
+
+    weights: int  # of all models, on the device already
+    updates: int  # gradients and AdamW's two moments
+    losses: int  # temporary, in the plan that takes most
+    activations: int  # modelled
+    plan: Plan | None = None  # that one
+
+    @property
+    def more(self) -> int:
+        """What the device does not hold yet."""
+        return self.updates + self.losses + self.activations
+
+
+def expected(models: Iterable[torch.nn.Module], activations: int, plans: Sequence[Plan] = ()) -> Expected:
+    """The sum over models, some of whose weights are trained, and the most of the losses' plans."""
+    parameters = {id(p): p for model in models for p in model.parameters()}.values()
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    trained = [4 * p.numel() for p in parameters if p.requires_grad]
+    # A gradient, its two moments, and the largest gradient once more, before it is added.
+    updates = 3 * sum(trained) + max(trained, default=0)
+    plan = max(plans, key=lambda plan: plan.temporary_bytes, default=None)
+    return Expected(weights, updates, 0 if plan is None else plan.temporary_bytes, activations, plan)
+
+
+def activation_bytes(model: Any, settings: ModelConfig, tokens: int, longest: int) -> int:
+    """What a forward of so many tokens holds for its backward, in sequences of up to `longest`.
+
+    Modelled. With gradient checkpointing a layer keeps its input, and one layer at a time the rest.
+    """
+    config = model.config.get_text_config()
+    hidden = model.get_input_embeddings().weight.shape[1]
+    layer = (18 * hidden + 5 * _feed_forward(config, hidden)) * (4 if settings.dtype == "float32" else 3)
+    if config._attn_implementation == "eager":
+        layer += 8 * getattr(config, "num_attention_heads", 1) * longest  # scores, and their softmax
+    count = max(len(layers_of(model)), 1)
+    kept = 8 * hidden if settings.gradient_checkpointing else layer
+    return tokens * (count * kept + layer)  # one layer more: its gradients, and the head's input
+
+
+def _feed_forward(config: Any, hidden: int) -> int:
+    """The units of the feed-forward layers that a token passes through."""
+    dense = getattr(config, "intermediate_size", None) or 4 * hidden
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    routed = (experts + (getattr(config, "n_shared_experts", None) or 0)) * (
+        getattr(config, "moe_intermediate_size", None) or 0
+    )
+    return max(max(dense) if isinstance(dense, list) else dense, routed)
+
+
+def free_bytes(device: torch.device) -> int:
+    """The memory of the device that is not in use; on a CPU that of the machine, or what is left of a container's."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    machine, container, size = _table("/proc/meminfo"), _table("/sys/fs/cgroup/memory.stat"), memory_bytes("cpu")
+    return min(1024 * machine.get("MemAvailable:", size // 1024), size - container.get("anon", 0))
+
+
+def _table(path: str) -> dict[str, int]:
+    """A file of the kernel's with a name and a number in each line; empty where there is none."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return {name: int(number) for name, number, *_ in map(str.split, lines)}
+
+
+def largest_limit(whole: int, expect: Callable[[int], Expected], free: float) -> int:
+    """The largest of whole, whole / 2, whole / 4 ... tokens with which what a run takes fits; 1 if none does.
+
+    Halves, so that a little more or less free memory seldom makes another run of it: other sizes round differently.
+    """
+    tokens = whole
+    while tokens > 1:
+        try:
+            if expect(tokens).more <= free:
+                break
+        except BudgetTooSmall:
+            pass
+        tokens = -(-tokens // 2)
+    return tokens
+
+
+def sized(
+    config: Any, whole: int, expect: Callable[[int], Expected], device: torch.device, reserved: float = 0.0
+) -> tuple[Any, Expected]:
+    """The config with the tokens of its micro-batches, chosen if it names none, and what its run is expected to take.
+
+    A number that is chosen, `whole` or less, fits what the device has free now, but for what is `reserved`.
+    """
+    given, free = config.training.micro_batch_tokens, SHARE * free_bytes(device) - reserved
+    tokens = given or largest_limit(whole, expect, free)
+    return with_tokens(config, tokens), expect(tokens)
+
+
+def with_tokens(config: Any, tokens: int | None) -> Any:
+    """The config with micro-batches of so many tokens, for what the run saves."""
+    training = config.training.model_copy(update={"micro_batch_tokens": tokens})
+    return config.model_copy(update={"training": training})
