@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fastrl.training.common.distillation import check_sampled
 from fastrl.training.common.foreign import random_numbers
@@ -56,13 +57,18 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
         assert run.teacher is not None  # a run with a teacher has one of them
         options = sampling.temperature, run.micro_batches, training.memory_budget
         return {"eval/teacher_logprob": rollout_logprobs(run.teacher, rollout, *options).sum().item() / count}
-    sums = torch.zeros(2, device=run.policy.device, dtype=torch.float64)
-    for rows in run.micro_batches.cut(rollout.shapes()):
-        batch = rollout.select(torch.tensor(rows, device=sums.device))
-        with run.policy.computing():
-            states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
-            _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)
-        sums += torch.stack([divergence, distillation.logprobs(taught, batch)])
+
+    def summed() -> Tensor:
+        sums = torch.zeros(2, device=run.policy.device, dtype=torch.float64)
+        for rows in run.micro_batches.cut(rollout.shapes()):
+            batch = rollout.select(torch.tensor(rows, device=sums.device))
+            with run.policy.computing():
+                states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
+                _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)
+            sums += torch.stack([divergence, distillation.logprobs(taught, batch)])
+        return sums
+
+    sums = run.micro_batches.fitted(summed)
     return dict(zip(("eval/divergence", "eval/teacher_logprob"), (sums / count).tolist(), strict=True))
 
 

@@ -99,11 +99,16 @@ class PreferenceStage(PolicyStage[Pair]):
             return None
         reference = reference_of(self.policy) if self.policy.has_adapters else self.policy
         logprobs = torch.empty(len(rows), 2)
-        parts, whole = micro_batches.cut(list(map(self.shape, rows))), MicroBatches(None, self.packing)
-        for part in tqdm(parts, desc="reference", unit="batch", disable=None if rows else True):
-            rollout = as_rollout(self.policy, both([rows[row] for row in part]))
-            sums = rollout_logprobs(reference, rollout, 1.0, whole, self.memory_budget).sum(1)
-            logprobs[part] = sums.view(2, -1).T.cpu()
+        whole = MicroBatches(None, self.packing)
+
+        def fill() -> None:
+            parts = micro_batches.cut(list(map(self.shape, rows)))
+            for part in tqdm(parts, desc="reference", unit="batch", disable=None if rows else True):
+                rollout = as_rollout(self.policy, both([rows[row] for row in part]))
+                sums = rollout_logprobs(reference, rollout, 1.0, whole, self.memory_budget).sum(1)
+                logprobs[part] = sums.view(2, -1).T.cpu()
+
+        micro_batches.fitted(fill)
         return logprobs
 
     def attach(self, rows: list[Pair], before: Tensor) -> list[Pair]:
