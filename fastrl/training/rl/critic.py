@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from fastrl.training.common.policy import Policy
+from fastrl.training.common.policy import Policy, autocast
 from fastrl.training.common.rollout import Rollout, hidden_states, in_batches, replaying, unpacked
 
 
@@ -16,17 +16,17 @@ class Critic(nn.Module):
         """Copy the policy's decoder (and its adapters), or with `shared` use the policy's own."""
         super().__init__()
         self.decoder = None if shared else copy.deepcopy(policy.decoder)
-        self.head = nn.Linear(policy.weight.shape[1], 1, device=policy.device)
+        self.head = nn.Linear(policy.head.weight.shape[1], 1, device=policy.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def values(self, policy: Policy, batch: Rollout, packed: bool, states: Tensor | None = None) -> Tensor:
+    def forward(self, policy: Policy, batch: Rollout, packed: bool, states: Tensor | None = None) -> Tensor:
         """The value before each token, in the order of `hidden_states`: (B, T), or packed (N,); float32.
 
         `states` are the policy's hidden states, if they are at hand; only a critic that shares them uses them.
         """
         if states is None or self.decoder is not None:
-            with policy.computing():
+            with autocast(policy.device, policy.dtype):
                 states = hidden_states(policy, batch, packed, self.decoder)
         return self.head(states.to(self.head.weight.dtype)).squeeze(-1)
 
@@ -36,6 +36,6 @@ class Critic(nn.Module):
 
         def values(part: Rollout) -> list[Tensor]:
             with replaying(policy, part, packed):
-                return [unpacked(self.values(policy, part, packed), part, packed)]
+                return [unpacked(self(policy, part, packed), part, packed)]
 
         return in_batches(rollout, batch_size, values)[0]

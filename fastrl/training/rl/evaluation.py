@@ -61,9 +61,8 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
     sums = torch.zeros(2, device=run.policy.device, dtype=torch.float64)
     for rows in torch.arange(len(rollout.input_ids), device=sums.device).split(size):
         batch = rollout.select(rows)
-        with run.policy.computing():
-            states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
-            _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)
+        states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
+        _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)
         sums += torch.stack([divergence, distillation.logprobs(taught, batch)])
     return dict(zip(("eval/divergence", "eval/teacher_logprob"), (sums / count).tolist(), strict=True))
 
