@@ -1,12 +1,14 @@
 """Distillation: a frozen teacher, and the divergence of the policy from it on the tokens of completions."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastrl import (
+    DivergenceLoss,
     gathered_logprobs,
     linear_divergence,
     linear_gathered_logprobs,
@@ -43,8 +45,7 @@ class Distillation:
     @torch.no_grad()
     def states(self, batch: Rollout) -> Tensor:
         """The teacher's hidden states of a batch, as `hidden_states` returns them."""
-        with self.teacher.computing():
-            return hidden_states(self.teacher, batch, self.packing)
+        return hidden_states(self.teacher, batch, self.packing)
 
     def loss(
         self, policy: Policy, states: Tensor, teacher_states: Tensor, batch: Rollout, count: int, denominator: int
@@ -53,69 +54,71 @@ class Distillation:
 
         `states` and `teacher_states` are the hidden states of policy and teacher. Both results are scalars.
         """
-        policy = _with_vocabulary(policy, len(self.teacher.weight))
-        mask, head = None if self.packing else batch.mask, self.teacher.head
-        kind, beta = self.settings.kind, self.settings.beta
-        shared: dict[str, Any] = {"temperature": self.temperature, "memory_budget": self.memory_budget, **policy.head}
+        policy = replace(policy, vocabulary=self.teacher.vocabulary)
+        mask = None if self.packing else batch.mask
+        kind: dict[str, Any] = {"kind": self.settings.kind, "beta": self.settings.beta}
+        shared: dict[str, Any] = {"temperature": self.temperature, "memory_budget": self.memory_budget}
         if self.top_k is None:
-            result = linear_divergence(
-                states,
-                policy.weight,
-                teacher_states,
-                self.teacher.weight,
-                kind=kind,
-                beta=beta,
-                mask=mask,
-                num_tokens=count,
-                denominator=denominator,
-                teacher_bias=head["bias"],
-                teacher_logit_scale=head["logit_scale"],
-                teacher_softcap=head["softcap"] or 0,  # None would be the policy's
-                **shared,
-            )
+
+            def divergence(teacher_states: Tensor) -> DivergenceLoss:
+                head = self.teacher.head
+                return policy.apply_head(
+                    linear_divergence,
+                    states,
+                    teacher_states,
+                    head.weight,
+                    mask=mask,
+                    num_tokens=count,
+                    denominator=denominator,
+                    teacher_bias=head.arguments["bias"],
+                    teacher_logit_scale=head.arguments["logit_scale"],
+                    teacher_softcap=head.arguments["softcap"] or 0,  # None would be the policy's
+                    **kind,
+                    **shared,
+                )
+
+            result = self.teacher.compute(divergence, teacher_states)
             return result.loss, result.per_token.sum()
         if mask is not None:
             states, teacher_states = states[mask], teacher_states[mask]
-        ids, teacher_logprobs = self._likeliest(teacher_states, self.top_k)
-        logprobs = linear_gathered_logprobs(states, policy.weight, ids, **shared)
-        total = topk_divergence(logprobs, teacher_logprobs, kind=kind, beta=beta, tail=True).sum()
+        ids, teacher_logprobs = self.teacher.compute(partial(self._likeliest, self.top_k), teacher_states)
+        logprobs = policy.apply_head(linear_gathered_logprobs, states, ids, **shared)
+        total = topk_divergence(logprobs, teacher_logprobs, tail=True, **kind).sum()
         return total / denominator, total.detach()
 
     @torch.no_grad()
     def logprobs(self, teacher_states: Tensor, batch: Rollout) -> Tensor:
         """The teacher's log-probability of a batch's tokens, summed, a scalar."""
-        with self.teacher.computing():
-            stats = linear_token_logprobs(
-                teacher_states,
-                self.teacher.weight,
-                batch.targets[batch.mask] if self.packing else batch.targets,
-                mask=None if self.packing else batch.mask,
-                temperature=self.temperature,
-                memory_budget=self.memory_budget,
-                **self.teacher.head,
-            )
+        stats = self.teacher.apply_head(
+            linear_token_logprobs,
+            teacher_states,
+            batch.targets[batch.mask] if self.packing else batch.targets,
+            mask=None if self.packing else batch.mask,
+            temperature=self.temperature,
+            memory_budget=self.memory_budget,
+        )
         return stats.logprobs.sum()
 
     @torch.no_grad()
-    def _likeliest(self, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _likeliest(self, count: int, states: Tensor) -> tuple[Tensor, Tensor]:
         """The teacher's `count` likeliest ids of each token, int64, and their log-probabilities, float32: (N, count).
 
         `states` (N, H) are its hidden states; a tile of logits is formed at a time.
         """
         head, device, dtype = self.teacher.head, states.device, self.teacher.dtype
+        options = dict(head.arguments)
+        bias, wide = options.pop("bias"), checks.float32_logits(options.pop("logits_dtype"), dtype)
         # Cast once: autocast would cast the head anew for every tile. The budget of the tiles leaves this copy out.
-        weight, bias = self.teacher.weight.to(dtype), None if head["bias"] is None else head["bias"].to(dtype)
+        weight, bias = head.weight.to(dtype), None if bias is None else bias.to(dtype)
         budget = parse_budget(self.memory_budget) or default_budget(device.type, device.index)
         size = min(TILE_BYTES.get(device.type, TILE_BYTES["cpu"]), budget)
         rows = max(size // (LOGIT_BYTES * len(weight) + ENTRY_BYTES * (count + 1)), 1)
-        wide = checks.float32_logits(head["logits_dtype"], dtype)
         ids, logprobs = [], []
         for part in states.split(rows):
             tile = Tile(len(part), len(weight))
             held = Workspace(Head(part.to(dtype), weight, bias), tile, False, forced(), float32_logits=wide)
             logits = held.logits(held.hidden(slice(None)), slice(None))
             ids.append(logits.topk(count).indices)  # neither scale nor softcap nor temperature changes the order
-            options = {"logit_scale": head["logit_scale"], "softcap": head["softcap"]}
             logprobs.append(gathered_logprobs(logits, ids[-1], temperature=self.temperature, **options))
         return torch.cat(ids), torch.cat(logprobs)
 
@@ -148,26 +151,17 @@ def load_teacher(settings: TeacherConfig, model: ModelConfig, policy: Policy, pa
     """
     teacher = load_policy(teacher_model(settings, model), policy.device, packing=packing)
     teacher.model.requires_grad_(False)
-    return _with_vocabulary(teacher, min(len(teacher.weight), len(policy.weight)))
+    return replace(teacher, vocabulary=min(teacher.vocabulary, policy.vocabulary))
 
 
 def check_sampled(rollout: Rollout, teacher: Policy | None, policy: Policy) -> None:
     """Raise UserError if the policy sampled one of its padding entries, and its teacher (if any) has no such entry."""
-    size = len((teacher or policy).weight)
-    if size < len(policy.weight) and (largest := int(rollout.input_ids.max())) >= size:
+    size = (teacher or policy).vocabulary
+    if size < policy.vocabulary and (largest := int(rollout.input_ids.max())) >= size:
         raise UserError(
             f"distillation.teacher: the policy sampled the id {largest}, which its tokenizer lacks, and the teacher's "
             f"vocabulary ends at {size - 1}"
         )
-
-
-def _with_vocabulary(policy: Policy, size: int) -> Policy:
-    """The policy with its head's first `size` entries, as views: their gradient is that of the whole head."""
-    if size == len(policy.weight):
-        return policy
-    bias = policy.head["bias"]
-    head = policy.head | {"bias": None if bias is None else bias[:size]}
-    return replace(policy, weight=policy.weight[:size], head=head)
 
 
 def teacher_model(settings: TeacherConfig, model: ModelConfig) -> ModelConfig:

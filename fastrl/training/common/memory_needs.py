@@ -104,8 +104,8 @@ class Budgeted(Protocol):
 
 def chosen_plans(training: Budgeted, config: ModelConfig, policy: Policy, calls: Iterable[LossCall]) -> list[Plan]:
     """The plan of each call. Raises BudgetTooSmall if there is none."""
-    size, bias = parse_budget(training.memory_budget), policy.head["bias"] is not None
-    vocab, hidden = policy.weight.shape
+    head, size = policy.head, parse_budget(training.memory_budget)
+    (vocab, hidden), bias = head.weight.shape, head.arguments["bias"] is not None
     with cpu_threads(training.threads):
         return [choose(call.plan_call(vocab, hidden, bias, config, policy.device.type), size) for call in calls]
 
@@ -131,7 +131,8 @@ def check_budget(
         if None in sizes:
             return
     else:
-        sizes, bias = list(policy.weight.shape), policy.head["bias"] is not None
+        head = policy.head
+        sizes, bias = list(head.weight.shape), head.arguments["bias"] is not None
     vocab, hidden = sizes
     least, worst, fits = 0, None, True
     with cpu_threads(training.threads):

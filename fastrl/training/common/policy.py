@@ -8,11 +8,11 @@ The logits of the whole vocabulary are never formed in training: the decoder ret
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from fastrl.training.common.sections import ModelConfig
 from fastrl.training.common.settings import import_for
 from fastrl.training.common.turn_end import special_ids, turn_end
 
+T = TypeVar("T")
+
 # A special token with one of these words in its name is a tag: of a thought (`<think>`, `[THINK]`, `<|channel|>`), a
 # tool call (`<tool_call>`, `[TOOL_CALLS]`, `[ARGS]`, `<|python_tag|>`, `<|START_ACTION|>`) or an answer.
 _TAG = re.compile(
@@ -35,31 +37,52 @@ _TAG = re.compile(
 
 @dataclass(frozen=True)
 class Policy:
-    """A model, its tokenizer, and the head as arguments for the fused losses."""
+    """A model, its tokenizer, and how the fused losses compute with it."""
 
     model: PreTrainedModel  # or peft's wrapper around one
     tokenizer: PreTrainedTokenizerBase
-    weight: Tensor  # (V, H), the embedding itself if the two are tied
-    head: dict[str, Any]  # keyword arguments of every linear_* function: bias (V,) or None, logit_scale, softcap, ...
+    vocabulary: int  # V, how many of the head's entries count: the first ones
     eos_token_ids: list[int]
     pad_token_id: int
     dtype: torch.dtype  # of the matrix products
+    logits_dtype: torch.dtype | None = None  # of every linear_* function
     has_adapters: bool = False  # the model is peft's wrapper, and only its adapters are trained
     without_adapters: bool = False  # this policy is the model as it was before it got adapters
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """The context of every forward: autocast if the products are narrower than the float32 weights."""
+    def compute(self, function: Callable[..., T], *states: Tensor) -> T:
+        """`function(*states)` as a call of the model: only in one may decoder and head be used. Backward runs outside.
+
+        Only hidden states are arguments, because what shards a model may cast those of a call.
+        """
         peft: Any = self.model
-        with (
-            torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32),
-            peft.disable_adapter() if self.without_adapters else nullcontext(),
-        ):
-            yield
+        with autocast(self.device, self.dtype), peft.disable_adapter() if self.without_adapters else nullcontext():
+            return function(*states)
+
+    def states(self, input_ids: Tensor, attention_mask: Tensor, packed: bool = False) -> Tensor:
+        """The `decoder_states` of the policy's decoder."""
+        return self.compute(lambda: decoder_states(self.decoder, input_ids, attention_mask, packed))
+
+    def apply_head(self, function: Callable[..., T], states: Tensor, *args: Any, **options: Any) -> T:
+        """A linear_* function of hidden states (..., H) and the head; `args` follow the head's weight."""
+
+        def apply(states: Tensor) -> T:
+            head = self.head
+            return function(states, head.weight, *args, **options, **head.arguments)
+
+        return self.compute(apply, states)
+
+    @property
+    def head(self) -> LMHead:
+        """The head now: weight (V, H), and arguments of every linear_* function; outside `compute` only sizes count."""
+        head = LMHead.of(self.model)
+        weight, bias = head.weight, head.arguments["bias"]
+        if self.vocabulary < len(weight):  # as views: their gradient is that of the whole head
+            weight, bias = weight[: self.vocabulary], None if bias is None else bias[: self.vocabulary]
+        return LMHead(weight, head.arguments | {"bias": bias, "logits_dtype": self.logits_dtype})
 
     @property
     def device(self) -> torch.device:
-        return self.weight.device
+        return next(self.model.parameters()).device
 
     @property
     def decoder(self) -> Any:
@@ -89,6 +112,11 @@ class Policy:
         others = skipped - named - {*self.eos_token_ids}
         tags = {token for token in others if _TAG.search(str(tokenizer.convert_ids_to_tokens(token)))}
         return skipped - tags, tags
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """The context of a forward whose products have this dtype, which may be narrower than the float32 weights."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def max_positions(*models: Any) -> int | None:
@@ -157,11 +185,10 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | No
     model = _with_adapters(load_model(config, device), config)
     dtype, adapters = getattr(torch, config.dtype), config.lora_rank is not None
     with _refused(name_of(config)):
-        head = LMHead.of(model)
+        vocabulary = len(LMHead.of(model).weight)
     eos_token_ids = _eos_token_ids(model, tokenizer)
     if not eos_token_ids:
         raise UserError(f"{name_of(config)}: neither the tokenizer nor the generation config names an EOS token")
-    vocabulary = len(head.weight)
     if wrong := [token for token in eos_token_ids if type(token) is not int or not 0 <= token < vocabulary]:
         raise UserError(
             f"{name_of(config)}: eos_token_id, in generation_config.json, config.json or the tokenizer: expected "
@@ -169,10 +196,9 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | No
         )
     check_token_ids([*tokenizer.get_vocab().values()], vocabulary, name_of(config))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_token_ids[0]
-    arguments = {**head.arguments, "logits_dtype": logits_dtype(config)}
-    policy = Policy(model, tokenizer, head.weight, arguments, eos_token_ids, pad, dtype, adapters)
-    with _refused(name_of(config)), policy.computing():
-        head.check(model, dtype)
+    policy = Policy(model, tokenizer, vocabulary, eos_token_ids, pad, dtype, logits_dtype(config), adapters)
+    with _refused(name_of(config)), autocast(device, dtype):
+        policy.head.check(model, dtype)
     if packing is not None:
         check_batches(policy.decoder, name_of(config), dtype, packing)
     return policy
@@ -246,9 +272,7 @@ def reference_of(policy: Policy) -> Policy:
     """
     if policy.has_adapters:
         return replace(policy, without_adapters=True)
-    model = copy.deepcopy(policy.model).requires_grad_(False)
-    head = LMHead.of(model)
-    return replace(policy, model=model, weight=head.weight, head=policy.head | head.arguments)
+    return replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -286,7 +310,7 @@ def check_batches(decoder: Any, name: str, dtype: torch.dtype, packing: bool = F
     try:
         embedding = decoder.get_input_embeddings().weight
         tokens, device = [min(token, len(embedding) - 1) for token in range(8)], embedding.device
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        with autocast(device, dtype):
             error = difference(tokens, device)
             if not error <= TOLERANCE[dtype]:  # rounding may have chosen another expert, but not for any tokens
                 error = difference(tokens[::-1], device)

@@ -161,8 +161,8 @@ def hidden_states(policy: Policy, rollout: Rollout, packed: bool, decoder: torch
     `decoder` is the policy's own by default. Forward and backward belong inside `replaying(policy, rollout,
     packed)`, so that the policy's experts are those of the rollout, also in recomputed layers.
     """
-    module = policy.decoder if decoder is None else decoder
-    states = decoder_states(module, rollout.input_ids, rollout.attention_mask, packed)
+    inputs = (rollout.input_ids, rollout.attention_mask, packed)
+    states = policy.states(*inputs) if decoder is None else decoder_states(decoder, *inputs)
     if not packed:
         return states[:, rollout.prompt_length - 1 : -1]
     flat = torch.zeros_like(rollout.attention_mask)
@@ -233,18 +233,18 @@ def rollout_statistics(
 
     def statistics(part: Rollout) -> list[Tensor]:
         arguments = part.loss_arguments(packed)
-        with policy.computing(), replaying(policy, part, packed):
-            stats = linear_token_logprobs(
-                hidden_states(policy, part, packed),
-                policy.weight,
-                arguments["targets"],
-                mask=arguments.get("mask"),
-                sampling_mask=arguments["sampling_mask"],
-                temperature=temperature,
-                memory_budget=memory_budget,
-                extras=extras,
-                **policy.head,
-            )
+        with replaying(policy, part, packed):
+            states = hidden_states(policy, part, packed)
+        stats = policy.apply_head(
+            linear_token_logprobs,
+            states,
+            arguments["targets"],
+            mask=arguments.get("mask"),
+            sampling_mask=arguments["sampling_mask"],
+            temperature=temperature,
+            memory_budget=memory_budget,
+            extras=extras,
+        )
         return [unpacked(getattr(stats, name), part, packed) for name in ("logprobs", *extras)]
 
     return by_micro_batch(rollout, micro_batches, statistics, 1 + len(extras))

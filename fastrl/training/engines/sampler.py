@@ -258,7 +258,7 @@ class CompletionSampler:
 
     def _check(self, completion: Completion, request: Request) -> None:
         """Raise UserError for what is no completion of the policy."""
-        ids, vocabulary = completion.token_ids, self.policy.weight.shape[0]
+        ids, vocabulary = completion.token_ids, self.policy.vocabulary
         if not 1 <= len(ids) <= request.max_tokens:
             raise _wrong(f"a completion of {len(ids)} tokens, expected 1 to {request.max_tokens}")
         unknown = [token for token in ids if not (isinstance(token, int) and 0 <= token < vocabulary)]

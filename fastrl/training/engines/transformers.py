@@ -19,7 +19,7 @@ from fastrl.training.common.data import Example
 from fastrl.training.common.foreign import random_numbers
 from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.optimizer import Diverged
-from fastrl.training.common.policy import Policy, exact_dtype, left_pad
+from fastrl.training.common.policy import Policy, autocast, exact_dtype, left_pad
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.rotary import keeping_cache
 from fastrl.training.engines.assembly import assemble
@@ -120,7 +120,7 @@ class TransformersEngine:
             **({} if greedy else options),
         )
         model, finite = self.policy.model, _Finite(prompts.device)
-        with _neutral_generation_config(model), keeping_cache(model), self.policy.computing():
+        with _neutral_generation_config(model), keeping_cache(model), autocast(prompts.device, self.policy.dtype):
             sample: Any = model.generate  # a mixin's method, unknown to Module's type
             tokens: Tensor = sample(
                 input_ids=prompts,
@@ -164,7 +164,7 @@ def _difference(engine: TransformersEngine) -> float:
     What rounding may make of log-probabilities of that size is taken off first.
     """
     policy = engine.policy
-    tokens = [min(token, len(policy.weight) - 1) for token in range(6)]
+    tokens = [min(token, policy.vocabulary - 1) for token in range(6)]
     examples = [Example("", {}, tokens[:4]), Example("", {}, tokens[4:])]
     requests = [Request(str(i), example.token_ids, 1, 4, 0, example) for i, example in enumerate(examples)]
     sampling = Sampling(
@@ -187,7 +187,7 @@ def _difference(engine: TransformersEngine) -> float:
     rollout = assemble(policy, examples, [*drawn[0], *drawn[1]], 4, sampling)
     assert rollout.rollout_logprobs is not None  # asked for
     ours = rollout_logprobs(policy, rollout, 1.0, MicroBatches(1))
-    uniform = math.log(len(policy.weight))
+    uniform = math.log(policy.vocabulary)
     spread = (ours + uniform).abs().max().clamp_min(1e-3)  # a head of zeros has none
     rounding = 4 * torch.finfo(torch.float32).eps * uniform  # two units in the last place of each
     return float(((ours - rollout.rollout_logprobs).abs().max() - rounding).clamp_min(0) / spread)

@@ -62,9 +62,8 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
         sums = torch.zeros(2, device=run.policy.device, dtype=torch.float64)
         for rows in run.micro_batches.cut(rollout.shapes()):
             batch = rollout.select(torch.tensor(rows, device=sums.device))
-            with run.policy.computing():
-                states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
-                _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)
+            states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
+            _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)
             sums += torch.stack([divergence, distillation.logprobs(taught, batch)])
         return sums
 

@@ -163,9 +163,9 @@ def _teacher(config: Config, policy: Policy) -> tuple[Policy | None, Distillatio
     if settings.form == "sampled":
         return teacher, None
     top_k = settings.top_k if settings.form == "top-k" else None
-    if top_k is not None and top_k >= len(teacher.weight):
+    if top_k is not None and top_k >= teacher.vocabulary:
         raise UserError(
-            f"distillation.top_k: expected less than the vocabulary's {len(teacher.weight)}, got {top_k}; the form "
+            f"distillation.top_k: expected less than the vocabulary's {teacher.vocabulary}, got {top_k}; the form "
             "full takes them all"
         )
     temperature, budget = config.rollout.temperature, training.memory_budget

@@ -20,7 +20,7 @@ from fastrl.objectives.formulas import kl_k3_value
 from fastrl.training.common.data import TextStream
 from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.optimizer import calmer
-from fastrl.training.common.policy import Policy, checkpointing, decoder_states
+from fastrl.training.common.policy import Policy, checkpointing
 from fastrl.training.common.rollout import Rollout, hidden_states, replaying
 from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.run import Run
@@ -154,19 +154,18 @@ def _backward(
     tokens: of the minibatch; denominator: of the policy's loss.
     """
     policy = run.policy
-    with policy.computing():
-        states = hidden_states(policy, batch, run.config.training.packing)
-        # Detached, so that the vocabulary's losses can be timed on their own.
-        leaf = states.detach().requires_grad_(states.requires_grad)
-        metrics = {
-            "loss": torch.zeros((), device=policy.device),
-            "tokens": torch.tensor(float(count), device=policy.device),
-        }
-        if run.policy_coef:
-            metrics |= _policy_loss(run, batch, count, leaf, denominator, watch)
-        if run.distillation is not None:
-            distilled = _divergence(run.distillation, policy, batch, count, leaf, tokens, watch)
-            metrics |= {**distilled, "loss": metrics["loss"] + distilled["loss"]}
+    states = hidden_states(policy, batch, run.config.training.packing)
+    # Detached, so that the vocabulary's losses can be timed on their own.
+    leaf = states.detach().requires_grad_(states.requires_grad)
+    metrics = {
+        "loss": torch.zeros((), device=policy.device),
+        "tokens": torch.tensor(float(count), device=policy.device),
+    }
+    if run.policy_coef:
+        metrics |= _policy_loss(run, batch, count, leaf, denominator, watch)
+    if run.distillation is not None:
+        distilled = _divergence(run.distillation, policy, batch, count, leaf, tokens, watch)
+        metrics |= {**distilled, "loss": metrics["loss"] + distilled["loss"]}
     if run.critic is not None:
         critic_loss = _value_loss(run, batch, leaf, tokens)
         critic_loss.backward()
@@ -180,7 +179,7 @@ def _policy_loss(
     run: Run, batch: Rollout, count: int, leaf: Tensor, denominator: int | Tensor, watch: Stopwatch
 ) -> dict[str, Tensor]:
     """Add the gradient of the weighted objective to the hidden states `leaf` and the head. Returns its metrics."""
-    policy, training = run.policy, run.config.training
+    training = run.config.training
     arguments = batch.loss_arguments(training.packing)
     sampler_logprobs = arguments["rollout_logprobs"]
     if not run.reads_sampler:
@@ -189,16 +188,15 @@ def _policy_loss(
     if objective.aggregate == "prompt-mean":  # a prompt's other responses may lie in other micro-batches
         objective = objective.replace(aggregate="token-mean")
     with watch():
-        result = linear_policy_loss(
+        result = run.policy.apply_head(
+            linear_policy_loss,
             leaf,
-            policy.weight,
             objective=objective,
             denominator=denominator,
             temperature=run.config.rollout.temperature,
             memory_budget=training.memory_budget,
             num_tokens=count,
             **arguments,
-            **policy.head,
         )
         loss = run.policy_coef * result.loss
         loss.backward()
@@ -227,7 +225,7 @@ def _value_loss(run: Run, batch: Rollout, states: Tensor, tokens: int) -> Tensor
     settings, packed = run.config.critic, run.config.training.packing
     assert run.critic is not None and settings is not None
     assert batch.returns is not None and batch.old_values is not None  # set by add_advantages and collect
-    values = run.critic.values(run.policy, batch, packed, states)
+    values = run.critic(run.policy, batch, packed, states)
     mask, returns, old = batch.mask, batch.returns, batch.old_values
     if packed:
         mask, returns, old = mask[mask], returns[mask], old[mask]
@@ -247,16 +245,9 @@ def pretrain(run: Run, stream: TextStream, policy_loss: Tensor) -> dict[str, Ten
 
 def _cross_entropy(run: Run, ids: Tensor) -> Tensor:
     """The mean cross-entropy of text sequences (B, S)."""
-    with run.policy.computing():
-        states = decoder_states(run.policy.decoder, ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1]
-        return linear_cross_entropy(
-            states,
-            run.policy.weight,
-            ids[:, 1:],
-            num_tokens=ids[:, 1:].numel(),
-            memory_budget=run.config.training.memory_budget,
-            **run.policy.head,
-        )
+    states, targets = run.policy.states(ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1], ids[:, 1:]
+    sizes = {"num_tokens": targets.numel(), "memory_budget": run.config.training.memory_budget}
+    return run.policy.apply_head(linear_cross_entropy, states, targets, **sizes)
 
 
 def _mismatch(logprobs: Tensor, sampler: Tensor, mask: Tensor | None) -> dict[str, Tensor]:

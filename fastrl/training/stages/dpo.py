@@ -68,20 +68,18 @@ class PreferenceStage(PolicyStage[Pair]):
         reference = None
         if self.objective.reference:
             reference = [row.reference[0] for row in rows] + [row.reference[1] for row in rows]
-        with policy.computing():
-            result = linear_preference_loss(
-                hidden_states(policy, batch, self.packing),
-                policy.weight,
-                targets,
-                torch.ones_like(targets, dtype=torch.bool) if self.packing else layout["mask"],
-                None if reference is None else torch.tensor(reference, device=policy.device),
-                objective=self.objective,
-                denominator=total.pairs,
-                nll_denominator=total.likely,
-                cu_seqlens=layout.get("cu_seqlens"),
-                memory_budget=self.memory_budget,
-                **policy.head,
-            )
+        result = policy.apply_head(
+            linear_preference_loss,
+            hidden_states(policy, batch, self.packing),
+            targets,
+            torch.ones_like(targets, dtype=torch.bool) if self.packing else layout["mask"],
+            None if reference is None else torch.tensor(reference, device=policy.device),
+            objective=self.objective,
+            denominator=total.pairs,
+            nll_denominator=total.likely,
+            cu_seqlens=layout.get("cu_seqlens"),
+            memory_budget=self.memory_budget,
+        )
         numbers = {
             "accuracy": float((result.margins > 0).sum()) / total.pairs,
             "margin": float(result.margins.sum()) / total.pairs,

@@ -18,7 +18,7 @@ from fastrl import reward_model_loss
 from fastrl.base.errors import UserError
 from fastrl.training.common.loading import load_tokenizer, name_of
 from fastrl.training.common.micro_batch import Shape
-from fastrl.training.common.policy import load_model
+from fastrl.training.common.policy import autocast, load_model
 from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, longest_scored, score_sequences
 from fastrl.training.common.sources import Source, field_of
 from fastrl.training.stages.config import RewardModelConfig
@@ -61,7 +61,7 @@ class RewardModelStage(Stage[Ranked]):
         ranks = torch.tensor([rank for row in rows for rank in row.ranks])
         prompts = torch.tensor([i for i, row in enumerate(rows) for _ in row.ranks])
         device = self.model.score.weight.device
-        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with autocast(device, self.dtype):
             scores = score_sequences(self.model, sequences)
         loss = reward_model_loss(scores, ranks.to(device), prompts.to(device)) * (len(rows) / total)
         numbers = {"accuracy": 0.0, "margin": 0.0, "tokens": float(sum(map(len, sequences)))}

@@ -47,31 +47,23 @@ class SFT(PolicyStage[Tokens]):
         """The loss summed over the rows, divided by the number of the update's tokens."""
         policy, batch = self.policy, as_rollout(self.policy, rows)
         count = sum(map(self.weight, rows))
-        with policy.computing():
-            states = hidden_states(policy, batch, self.packing)
-            if self.distillation is None:
-                return self._cross_entropy(states, batch, count, total), {"tokens": count}
-            coef, teacher_states = self.distillation.settings.coef, self.distillation.states(batch)
-            divergence, in_all = self.distillation.loss(policy, states, teacher_states, batch, count, total)
-            numbers: dict[str, float | Tensor] = {"tokens": count, "divergence": in_all / total}
-            if coef == 1:
-                return divergence, numbers
-            loss = self._cross_entropy(states, batch, count, total)
-            numbers["cross_entropy"] = loss.detach()
-            return coef * divergence + (1 - coef) * loss, numbers
+        states = hidden_states(policy, batch, self.packing)
+        if self.distillation is None:
+            return self._cross_entropy(states, batch, count, total), {"tokens": count}
+        coef, teacher_states = self.distillation.settings.coef, self.distillation.states(batch)
+        divergence, in_all = self.distillation.loss(policy, states, teacher_states, batch, count, total)
+        numbers: dict[str, float | Tensor] = {"tokens": count, "divergence": in_all / total}
+        if coef == 1:
+            return divergence, numbers
+        loss = self._cross_entropy(states, batch, count, total)
+        numbers["cross_entropy"] = loss.detach()
+        return coef * divergence + (1 - coef) * loss, numbers
 
     def _cross_entropy(self, states: Tensor, batch: Rollout, count: int, total: int) -> Tensor:
         """The cross-entropy of a batch's `count` tokens, summed and divided by `total`."""
         targets = batch.targets[batch.mask] if self.packing else batch.targets.masked_fill(~batch.mask, -100)
-        return linear_cross_entropy(
-            states,
-            self.policy.weight,
-            targets,
-            denominator=total,
-            num_tokens=count,
-            memory_budget=self.memory_budget,
-            **self.policy.head,
-        )
+        sizes = {"denominator": total, "num_tokens": count, "memory_budget": self.memory_budget}
+        return self.policy.apply_head(linear_cross_entropy, states, targets, **sizes)
 
 
 def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:

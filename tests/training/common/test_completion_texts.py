@@ -21,7 +21,7 @@ ENDS = ["</s>", "<|im_end|>"]  # the tokenizer's EOS, and a turn's that only the
 
 def policy_of(tokenizer):
     ends = [tokenizer.convert_tokens_to_ids(token) for token in ENDS]
-    return Policy(None, tokenizer, torch.zeros(1), {}, ends, ends[0], torch.float32)
+    return Policy(torch.nn.Linear(1, 1), tokenizer, 1, ends, ends[0], torch.float32)
 
 
 def bytes_of(tags, special):

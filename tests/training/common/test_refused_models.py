@@ -104,7 +104,7 @@ def test_llama_4_has_the_decoder_that_it_does_not_name(config_of, options):
         expected = policy.model(
             input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp_min(0)
         )
-    torch.testing.assert_close((states @ policy.weight.T)[mask], expected.logits[mask])
+    torch.testing.assert_close((states @ policy.head.weight.T)[mask], expected.logits[mask])
 
 
 def test_llama_4_inside_pefts_wrapper_has_a_fused_head():

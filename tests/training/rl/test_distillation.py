@@ -273,7 +273,7 @@ def test_adapters_learn_from_a_teacher(make_config, teacher):
     pytest.importorskip("peft")
     settings = {"distillation": {"teacher": teacher}, "model": {"lora_rank": 2}, "optimizer": {"lr": 1e-2}}
     run, found = play(make_config(**settings, training={"steps": 3, "minibatches": 1}))
-    assert not run.policy.weight.requires_grad and all(numbers["grad_norm"] > 0 for numbers in found)
+    assert not run.policy.head.weight.requires_grad and all(numbers["grad_norm"] > 0 for numbers in found)
     assert found[-1]["divergence"] != found[0]["divergence"]
 
 

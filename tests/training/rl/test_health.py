@@ -173,7 +173,7 @@ def test_a_policy_that_diverged_is_told_with_what_to_change_and_takes_no_checkpo
     def diverging(run, rollout):
         numbers = update(run, rollout)
         if run.step == 2:
-            run.policy.weight.data.mul_(math.nan)
+            run.policy.head.weight.data.mul_(math.nan)
         return numbers
 
     monkeypatch.setattr(module, "update", diverging)

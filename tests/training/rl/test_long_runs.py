@@ -48,7 +48,7 @@ def test_only_adapters_change_and_the_reference_is_the_model_without_them(make_c
     run, (first,) = play(config)
     before = weights(run.policy.model)
     assert first["kl"] < 1e-9 and first["grad_norm"] > 0 and first["ratio_max"] == pytest.approx(1, abs=1e-6)
-    assert not run.policy.weight.requires_grad and run.policy.weight.grad is None
+    assert not run.policy.head.weight.requires_grad and run.policy.head.weight.grad is None
     assert run.reference.model is run.policy.model
     run, steps = play(config.model_copy(update={"training": config.training.model_copy(update={"steps": 3})}))
     assert 0 < steps[1]["kl"] < steps[2]["kl"]
@@ -188,7 +188,7 @@ def test_bfloat16_products_leave_weights_and_moments_in_float32(make_config, est
     assert all(numbers["skipped_updates"] == 0 and numbers["grad_norm"] > 0 for numbers in steps)
     assert steps[0]["kl"] < 1e-6  # policy and reference round alike
     # Not all weights are numbers that bfloat16 has.
-    assert not torch.equal(run.policy.weight.bfloat16().float(), run.policy.weight)
+    assert not torch.equal(run.policy.head.weight.bfloat16().float(), run.policy.head.weight)
 
 
 # --- the sampler against the training path --------------------------------------------------------------------------

@@ -54,17 +54,17 @@ def test_it_reaches_the_losses_of_fine_tuning(example, tmp_path, spy):
 @torch.no_grad()
 def test_a_teachers_likeliest_entries_have_unrounded_logits(make_policy):
     policy = make_policy(MODEL, initializer_range=0.5)
-    states = torch.randn(7, policy.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
-    logits = states.double() @ policy.weight.bfloat16().double().t()
+    states = torch.randn(7, policy.head.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = states.double() @ policy.head.weight.bfloat16().double().t()
     exact = logits.log_softmax(-1).topk(3)
 
     def found(policy):
-        return Distillation(policy, TeacherConfig(teacher="its own"), 1.0, 3)._likeliest(states, 3)
+        return Distillation(policy, TeacherConfig(teacher="its own"), 1.0, 3)._likeliest(3, states)
 
     ids, logprobs = found(policy)
     assert ids.tolist() == exact.indices.tolist()
     assert float((logprobs - exact.values).abs().max()) < 1e-5
-    _, rounded = found(replace(policy, head=policy.head | {"logits_dtype": None}))
+    _, rounded = found(replace(policy, logits_dtype=None))
     assert float((rounded - exact.values).abs().max()) > 1e-3
 
 
@@ -72,13 +72,12 @@ def test_a_teachers_likeliest_entries_have_unrounded_logits(make_policy):
 def test_log_probabilities_are_those_of_unrounded_logits(make_policy):
     rollout = make_rollout(PROMPTS, LENGTHS, sets=False)
     policy = make_policy(MODEL, initializer_range=0.5)
-    with policy.computing():
-        states = hidden_states(policy, rollout, False).bfloat16().double()
-    log_p = (states @ policy.weight.bfloat16().double().t()).log_softmax(-1)
+    states = hidden_states(policy, rollout, False).bfloat16().double()
+    log_p = (states @ policy.head.weight.bfloat16().double().t()).log_softmax(-1)
     exact = log_p.gather(-1, rollout.targets[..., None])[..., 0].where(rollout.mask, 0.0)
 
     def error(policy):
         return float((rollout_logprobs(policy, rollout, 1.0, MicroBatches(None)) - exact).abs().max())
 
     assert error(policy) < 1e-5 > error(reference_of(policy))
-    assert error(replace(policy, head=policy.head | {"logits_dtype": None})) > 1e-3
+    assert error(replace(policy, logits_dtype=None)) > 1e-3

@@ -58,7 +58,7 @@ def test_a_new_model_that_is_nearly_uniform_is_told_too(make_policy, seed):
 @pytest.mark.parametrize("std", [0.0, 1e-5, 1e-3])
 def test_the_rounding_of_a_large_vocabulary_is_no_difference(make_policy, std):
     policy = make_policy(vocab_size=151_936)
-    torch.nn.init.normal_(policy.weight, std=std)
+    torch.nn.init.normal_(policy.head.weight, std=std)
     assert checked_engine(policy, None).pads
 
 

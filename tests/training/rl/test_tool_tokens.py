@@ -116,7 +116,9 @@ def test_no_gradient_flows_through_the_state_before_a_tools_token(policy, rollou
     for packed in (False, True):
         states = hidden_states(policy, rollout, packed).detach().requires_grad_()
         arguments = rollout.loss_arguments(packed)
-        loss = fastrl.linear_policy_loss(states, policy.weight.detach(), objective=fastrl.REINFORCE(), **arguments).loss
+        loss = fastrl.linear_policy_loss(
+            states, policy.head.weight.detach(), objective=fastrl.REINFORCE(), **arguments
+        ).loss
         loss.backward()
         if packed:
             assert len(states) == int(drawn.sum())
@@ -141,7 +143,9 @@ def test_a_teacher_is_followed_at_drawn_tokens(policy, make_policy, rollout, dra
     states = hidden_states(policy, rollout, packed).detach()
     _, total = distillation.loss(policy, states, distillation.states(rollout), rollout, int(rollout.mask.sum()), 1)
     plain = replace(rollout, drawn=None, counted=None, sampling_mask=None)
-    whole = [torch.log_softmax((hidden_states(p, plain, False) @ p.weight.T).double(), -1) for p in (teacher, policy)]
+    whole = [
+        torch.log_softmax((hidden_states(p, plain, False) @ p.head.weight.T).double(), -1) for p in (teacher, policy)
+    ]
     if top_k is not None:
         ids = whole[0].topk(top_k).indices
         parts = [x.gather(-1, ids) for x in whole]
