@@ -9,6 +9,7 @@ from importlib.util import find_spec
 #: Module -> requirement for pip. The versions are those of the extras in pyproject.toml; verl's is its adapter's.
 REQUIREMENTS = {
     "datasets": "datasets>=4",
+    "filelock": "filelock>=3.30",
     "httpx2": "httpx2",
     "matplotlib": "matplotlib",
     "math_verify": "math-verify>=0.9",
@@ -27,7 +28,16 @@ REQUIREMENTS = {
     "wandb": "wandb",
 }
 #: The modules that the commands that run a model import.
-TRAIN = ("transformers", "safetensors", "tensorboard", "matplotlib", "tqdm", "pydantic", "pydantic_settings")
+TRAIN = (
+    "transformers",
+    "safetensors",
+    "tensorboard",
+    "matplotlib",
+    "tqdm",
+    "pydantic",
+    "pydantic_settings",
+    "filelock",
+)
 
 
 def missing(modules: Iterable[str]) -> list[str]:

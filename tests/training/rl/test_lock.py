@@ -4,13 +4,16 @@ import errno
 import fcntl
 import os
 import re
+import signal
 import socket
-from contextlib import contextmanager
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-import fastrl.training.common.lock as module
 from fastrl.base.errors import UserError
 from fastrl.training.common.lock import sole_writer
 
@@ -32,13 +35,14 @@ def test_another_writer_is_refused_and_told_who_it_is(hold):
     with hold() as folder:
         (folder / "metrics.jsonl").touch()
         text = (folder / ".lock").read_text()
-        for _ in range(2):  # and being refused lets nobody in
-            with pytest.raises(UserError) as error, hold("train"):
-                pass
-            assert str(error.value) == (
-                f"{folder}: is being written to by {text.strip()}; wait for it or stop it, or choose another "
-                "--logging.output_dir"
-            )
+        with ThreadPoolExecutor(1) as another:
+            for call in (hold("train").__enter__, another.submit(hold("train").__enter__).result):
+                with pytest.raises(UserError) as error:  # and being refused lets nobody in
+                    call()
+                assert str(error.value) == (
+                    f"{folder}: is being written to by {text.strip()}; wait for it or stop it, or choose another "
+                    "--logging.output_dir"
+                )
         assert (folder / ".lock").read_text() == text
     who = rf"process {os.getpid()} \(fastrl sft\) on {re.escape(socket.gethostname())}"
     assert re.fullmatch(who + r" since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}\n", text)
@@ -61,21 +65,57 @@ def test_the_file_of_a_process_that_is_gone_locks_nothing(hold, tmp_path):
         assert "elsewhere" not in (folder / ".lock").read_text()
 
 
-def test_a_forked_child_holds_nothing(hold):
-    """A pool of workers that outlives a killed run must not keep the folder."""
-    with hold():
-        (descriptor,) = module._held
-        child = os.fork()
-        if child == 0:
-            try:
-                os.fstat(descriptor)
-            except OSError:
-                os._exit(0)
+def forked(call):
+    """The id of a forked child that only makes this call; its exit status is 1 if that raises."""
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+        except BaseException:
             os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-        with pytest.raises(UserError), hold():  # what the child closed, this process still has
+        os._exit(0)
+    return child
+
+
+def test_a_forked_child_holds_nothing_and_releases_nothing(hold):
+    """A pool of workers that outlives a run must not keep the folder, and one that ends must not give it away."""
+    holding = ExitStack()
+    holding.enter_context(hold())
+    alive = forked(partial(time.sleep, 20))
+    try:
+        assert os.waitpid(forked(holding.close), 0)[1] == 0
+        with pytest.raises(UserError), hold():
             pass
-    assert not module._held
+        holding.close()
+        with hold():
+            pass
+    finally:
+        os.kill(alive, signal.SIGKILL)
+        os.waitpid(alive, 0)
+
+
+def test_a_killed_process_holds_nothing(hold):
+    """Nor do the children that it had forked."""
+    ready, write = os.pipe()
+
+    def holder():
+        with hold():
+            os.write(write, str(forked(partial(time.sleep, 20))).encode())
+            time.sleep(20)
+
+    process = forked(holder)
+    os.close(write)
+    child = int(os.read(ready, 20))
+    os.close(ready)
+    try:
+        with pytest.raises(UserError, match=rf"is being written to by process {process} \(fastrl sft\)"), hold():
+            pass
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        with hold():
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_file_that_its_holder_removes_just_then_is_not_the_lock(hold, tmp_path, monkeypatch):
@@ -89,27 +129,29 @@ def test_a_file_that_its_holder_removes_just_then_is_not_the_lock(hold, tmp_path
         calls.append(descriptor)
         flock(descriptor, operation)
 
-    monkeypatch.setattr(module.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with hold() as folder:
         assert len(calls) == 2 and (folder / ".lock").read_text().startswith("process")
         with pytest.raises(UserError, match="is being written to by process"), hold():
             pass
 
 
-def test_a_file_system_without_locks_is_said(hold, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_said(hold, tmp_path, monkeypatch, capsys):
     def broken(number):
         def flock(*_):
             raise OSError(number, os.strerror(number))
 
         return flock
 
-    monkeypatch.setattr(module.fcntl, "flock", broken(errno.ENOLCK))
-    with hold() as folder:
-        assert capsys.readouterr().err == (
-            f"fastrl: {folder / '.lock'}: the file system has no locks (No locks available): nothing keeps a "
-            f"second run out of {folder}\n"
-        )
-    monkeypatch.setattr(module.fcntl, "flock", broken(errno.EIO))
+    for number in (errno.ENOLCK, errno.ENOSYS):  # for the second, filelock has a lock by the file's existence
+        monkeypatch.setattr(fcntl, "flock", broken(number))
+        with hold() as folder:
+            assert capsys.readouterr().err == (
+                f"fastrl: {folder / '.lock'}: the file system has no locks ({os.strerror(number)}): nothing keeps a "
+                f"second run out of {folder}\n"
+            )
+        assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(fcntl, "flock", broken(errno.EIO))
     with pytest.raises(UserError, match=r"\.lock: cannot be locked: .*Input/output error"), hold():
         pass
 
