@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import math
 import random
@@ -32,9 +33,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from fastrl import GRPO, linear_policy_loss
 from fastrl.base.system import field
 from fastrl.bench.machine import describe
-from fastrl.models.lm_head import LMHead
+from fastrl.training.common.expected_memory import activation_bytes
+from fastrl.training.common.memory_needs import LossCall, chosen_plans
+from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout, hidden_states
+from fastrl.training.common.sections import ModelConfig
+from fastrl.training.stages.config import TokenTrainingConfig
 
 #: Tokens of a prompt, and of the shortest response.
 PROMPT, SHORTEST = 20, 10
@@ -58,21 +63,15 @@ def by_count(lengths: list[int], size: int) -> list[list[int]]:
     return [list(range(first, min(first + size, len(lengths)))) for first in range(0, len(lengths), size)]
 
 
-def by_tokens(lengths: list[int], limit: int, packed: bool) -> list[list[int]]:
-    """Micro-batches of at most so many tokens, prompts and padding included; a longer sequence has one of its own."""
-    parts: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if parts and computed(lengths, [*parts[-1], row], packed) <= limit:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-    return parts
+def shapes_of(lengths: list[int]) -> list[Shape]:
+    """What each response takes in a micro-batch."""
+    return [Shape(1, PROMPT, length, PROMPT + length) for length in lengths]
 
 
 def computed(lengths: list[int], part: list[int], packed: bool) -> int:
     """The tokens of a micro-batch, prompts and padding included."""
-    each = [PROMPT + lengths[row] for row in part]
-    return sum(each) if packed else max(each) * len(each)
+    shapes = shapes_of([lengths[row] for row in part])
+    return functools.reduce(Shape.__add__, shapes).size(packed)
 
 
 def make_policy(hidden: int, layers: int, vocab: int, longest: int) -> Policy:
@@ -89,9 +88,8 @@ def make_policy(hidden: int, layers: int, vocab: int, longest: int) -> Policy:
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    head = LMHead.of(model)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<eos>": 0})))
-    return Policy(model, tokenizer, head.weight, head.arguments, [0], 0, torch.float32)
+    return Policy(model, tokenizer, vocab, [0], 0, torch.float32)
 
 
 def make_rollout(lengths: list[int], vocab: int) -> Rollout:
@@ -113,17 +111,25 @@ def update(policy: Policy, rollout: Rollout, parts: list[list[int]], packed: boo
         batch = rollout.select(torch.tensor(rows))
         states = hidden_states(policy, batch, packed)
         leaf = states.detach().requires_grad_()
-        result = linear_policy_loss(
+        result = policy.apply_head(
+            linear_policy_loss,
             leaf,
-            policy.weight,
             objective=GRPO(kl_coef=0),
             denominator=tokens,
             num_tokens=int(batch.mask.sum()),
             **batch.loss_arguments(packed),
-            **policy.head,
         )
         result.loss.backward()
         states.backward(leaf.grad)
+
+
+def stated(policy: Policy, limit: int, longest: int, packed: bool) -> int:
+    """What a run with this limit says that its micro-batches and losses take, modelled, in bytes."""
+    settings = ModelConfig(path="random")
+    held = activation_bytes(policy.model, settings, limit, limit if packed else PROMPT + longest)
+    call = LossCall("the loss", limit, limit, longest, packed, GRPO(kl_coef=0), own_leaf=True)
+    (plan,) = chosen_plans(TokenTrainingConfig(), settings, policy, [call])
+    return held + plan.temporary_bytes
 
 
 def high_water() -> int:
@@ -134,9 +140,18 @@ def high_water() -> int:
 
 
 def measure(
-    lengths: list[int], parts: list[list[int]], packed: bool, shape: tuple[int, int, int], repeats: int, most: float
+    lengths: list[int],
+    parts: list[list[int]],
+    packed: bool,
+    shape: tuple[int, int, int],
+    repeats: int,
+    most: float,
+    limit: int | None,
 ) -> dict[str, float | None]:
-    """Peak bytes of an update beyond the model and its gradients; its median seconds, if the peak is at most `most`."""
+    """Peak bytes of an update beyond the model and its gradients; its median seconds, if the peak is at most `most`.
+
+    With a limit in tokens also the peak that a run states.
+    """
     hidden, layers, vocab = shape
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # a freed tensor goes back at once, so gaps between others do not count
@@ -145,15 +160,16 @@ def measure(
     before = high_water()
     update(policy, rollout, parts, packed)
     peak = high_water() - before
+    found = {"peak_bytes": peak, "stated_bytes": limit and stated(policy, limit, max(lengths), packed)}
     if peak > most:
-        return {"peak_bytes": peak, "seconds": None}
+        return {**found, "seconds": None}
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # that costs time: every page is new each time
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         update(policy, rollout, parts, packed)
         times.append(time.perf_counter() - start)
-    return {"peak_bytes": peak, "seconds": statistics.median(times)}
+    return {**found, "seconds": statistics.median(times)}
 
 
 def run(
@@ -166,8 +182,11 @@ def run(
         def add(layout: str, cut: str, value: int, most: float = math.inf) -> int:
             """Measure it. Returns its peak."""
             packed = layout == "packed"
-            parts = by_tokens(lengths, value, packed) if cut == "tokens" else by_count(lengths, value)
-            found = pool.submit(measure, lengths, parts, packed, shape, repeats, most).result()
+            limit, parts = None, by_count(lengths, value)
+            if cut == "tokens":
+                limit = value
+                parts = MicroBatches(value, packed).cut(shapes_of(lengths))
+            found = pool.submit(measure, lengths, parts, packed, shape, repeats, most, limit).result()
             sizes = [computed(lengths, part, packed) for part in parts]
             of_parts = {"micro_batches": len(parts), "tokens": sum(sizes), "largest": max(sizes)}
             rows.append({"layout": layout, "cut": cut, "value": value, **of_parts, **found})
@@ -185,9 +204,9 @@ def run(
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: each limit beside the largest number of sequences whose peak is that of the limit, or less."""
     lines = [
-        "| batch | tokens | micro-batches | peak, MiB | s | sequences | micro-batches | peak, MiB | s | faster |"
+        "| batch | tokens | micro-batches | peak, MiB | s | stated, MiB | sequences | micro-batches | peak, MiB | s | faster |"
         " than the fastest number |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
 
     def cells(x: dict[str, Any]) -> str:
@@ -196,12 +215,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     for ours in (x for x in rows if x["cut"] == "tokens"):
         counted = [x for x in rows if x["cut"] == "sequences" and x["layout"] == ours["layout"]]
         fit = [x for x in counted if x["peak_bytes"] <= MARGIN * ours["peak_bytes"]]
+        first = f"{cells(ours)} | {ours['stated_bytes'] / 2**20:.0f}"
         if not fit:
-            lines.append(f"| {ours['layout']} | {cells(ours)} | none fits | | | | | |")
+            lines.append(f"| {ours['layout']} | {first} | none fits | | | | | |")
             continue
         largest, fastest = max(fit, key=lambda x: x["value"]), min(x["seconds"] for x in fit)
         lines.append(
-            f"| {ours['layout']} | {cells(ours)} | {cells(largest)} | {largest['seconds'] / ours['seconds']:.2f} |"
+            f"| {ours['layout']} | {first} | {cells(largest)} | {largest['seconds'] / ours['seconds']:.2f} |"
             f" {fastest / ours['seconds']:.2f} |"
         )
     return "\n".join(lines)

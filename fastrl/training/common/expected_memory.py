@@ -3,7 +3,8 @@
 Weights, gradients and moments are counted, and the losses' plans say what they take. What a model keeps for its
 backward is modelled: 18 numbers per hidden unit and 5 per unit of the feed-forward layers, for each token and layer, of
 4 bytes, or with products in bfloat16 of 3 on average, because norms and the residual stream stay in float32. Qwen3 and
-Llama keep four fifths of that.
+Llama keep four fifths of that. Attention without a kernel of its own for padded or packed rows has a mask, and each
+layer keeps a copy in its dtype.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,8 +48,8 @@ def expected(models: Iterable[torch.nn.Module], activations: int, plans: Sequenc
     return Expected(weights, updates, 0 if plan is None else plan.temporary_bytes, activations, plan)
 
 
-def activation_bytes(model: Any, settings: ModelConfig, tokens: int, longest: int) -> int:
-    """What a forward of so many tokens holds for its backward, in sequences of up to `longest`.
+def activation_bytes(model: Any, settings: ModelConfig, tokens: int, row: int) -> int:
+    """What a forward of so many tokens holds for its backward, in rows of so many: a sequence's, or all if packed.
 
     Modelled. With gradient checkpointing a layer keeps its input, and one layer at a time the rest.
     """
@@ -56,10 +57,28 @@ def activation_bytes(model: Any, settings: ModelConfig, tokens: int, longest: in
     hidden = model.get_input_embeddings().weight.shape[1]
     layer = (18 * hidden + 5 * _feed_forward(config, hidden)) * (4 if settings.dtype == "float32" else 3)
     if config._attn_implementation == "eager":
-        layer += 8 * getattr(config, "num_attention_heads", 1) * longest  # scores, and their softmax
+        layer += 8 * getattr(config, "num_attention_heads", 1) * row  # scores, and their softmax
+    if "flash" not in str(config._attn_implementation):
+        layer += getattr(torch, settings.dtype).itemsize * row  # the mask
     count = max(len(layers_of(model)), 1)
     kept = 8 * hidden if settings.gradient_checkpointing else layer
     return tokens * (count * kept + layer)  # one layer more: its gradients, and the head's input
+
+
+def generation_bytes(model: Any, dtype: torch.dtype, prompt: int, completion: int) -> int:
+    """What `generate` holds for a completion of so many tokens after its prompt: keys and values, a layer, logits.
+
+    Modelled: recurrent layers and sliding windows keep less. Processors of the logits sort them, in float32 and int64.
+    """
+    config = model.config.get_text_config()
+    hidden = model.get_input_embeddings().weight.shape[1]
+    heads = getattr(config, "num_attention_heads", 1)
+    keys = (getattr(config, "num_key_value_heads", None) or heads) * (
+        getattr(config, "head_dim", None) or hidden // heads
+    )
+    kept = 2 * keys * max(len(layers_of(model)), 1) * dtype.itemsize * (prompt + completion)
+    layer = 4 * (18 * hidden + 5 * _feed_forward(config, hidden)) * prompt
+    return kept + layer + 40 * config.vocab_size
 
 
 def _feed_forward(config: Any, hidden: int) -> int:

@@ -83,7 +83,8 @@ def with_micro_batches(
     settings, training, text = config.model, config.training, config.pretraining
 
     def expect(tokens: int) -> Expected:
-        held = activation_bytes(policy.model, settings, min(max(tokens, length), whole), length)
+        most = min(max(tokens, length), whole)
+        held = activation_bytes(policy.model, settings, most, most if training.packing else length)
         if text is not None:
             held = max(held, activation_bytes(policy.model, settings, text.batch_size * text.length, text.length))
         plans = chosen_plans(training, settings, policy, loss_calls(config, objective, tokens))

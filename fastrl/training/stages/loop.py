@@ -301,7 +301,8 @@ def _with_micro_batches(
     alone, longest = max(shape.size(packed) for shape in shapes), max(prompts) + max(completions)
 
     def expect(limit: int) -> Expected:
-        held = activation_bytes(stage.model, config.model, min(max(limit, alone), whole), longest)
+        most = min(max(limit, alone), whole)
+        held = activation_bytes(stage.model, config.model, most, most if packed else longest)
         return expected(stage.models, held, plans(limit))
 
     config, memory = sized(config, whole, expect, device)
