@@ -38,4 +38,4 @@ class Critic(nn.Module):
             with replaying(policy, part, packed):
                 return [unpacked(self.values(policy, part, packed), part, packed)]
 
-        return in_batches(rollout, batch_size, values)[0]
+        return in_batches(rollout, policy.device, batch_size, values)[0]

@@ -59,8 +59,8 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
         options = (sampling.temperature, size, training.packing, training.memory_budget)
         return {"eval/teacher_logprob": rollout_logprobs(run.teacher, rollout, *options).sum().item() / count}
     sums = torch.zeros(2, device=run.policy.device, dtype=torch.float64)
-    for rows in torch.arange(len(rollout.input_ids), device=sums.device).split(size):
-        batch = rollout.select(rows)
+    for rows in torch.arange(len(rollout.input_ids)).split(size):
+        batch = rollout.select(rows).to(run.policy.device)
         with run.policy.computing():
             states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
             _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)

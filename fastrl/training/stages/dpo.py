@@ -19,10 +19,10 @@ from tqdm import tqdm
 from fastrl import Preference, linear_preference_loss
 from fastrl.base.errors import UserError
 from fastrl.training.common.policy import Policy, reference_of
-from fastrl.training.common.rollout import hidden_states, rollout_logprobs
+from fastrl.training.common.rollout import as_rollout, hidden_states, rollout_logprobs
 from fastrl.training.stages.config import DPOConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import PolicyStage, finish, train_policy
-from fastrl.training.stages.rows import Reader, Tokens, as_rollout
+from fastrl.training.stages.rows import Reader, Tokens
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PreferenceStage(PolicyStage[Pair]):
 
     def part(self, rows: Sequence[Pair], total: Total) -> tuple[Tensor, dict[str, float]]:
         """The loss summed over the pairs, divided by the number of the update's pairs."""
-        policy, batch = self.policy, as_rollout(self.policy, both(rows))
+        policy, batch = self.policy, as_rollout(self.policy, both(rows)).to(self.policy.device)
         layout = batch.loss_arguments(self.packing)
         targets = layout["targets"]
         reference = None
@@ -102,7 +102,7 @@ class PreferenceStage(PolicyStage[Pair]):
             batch = rows[first : first + size]
             rollout = as_rollout(self.policy, both(batch))
             sums = rollout_logprobs(reference, rollout, 1.0, None, self.packing, self.memory_budget).sum(1)
-            logprobs.append(sums.view(2, -1).T.cpu())
+            logprobs.append(sums.view(2, -1).T)
         return torch.cat(logprobs)
 
     def attach(self, rows: list[Pair], before: Tensor) -> list[Pair]:
