@@ -667,9 +667,9 @@ FAULTS = (
     ),
     Fault(
         "fastrl/training/common/rollout.py",
-        "tokens = rows[:, None] * self.targets.shape[1]",
-        "tokens = rows[:, None] * longest",
-        "a stride: the sampling masks of a selection",
+        "[x[row] for row in rows.tolist()]",
+        "list(x[: len(rows)])",
+        "a row: the sampling masks of a selection",
         "training/rl/test_sampling_masks.py::test_selecting_rows_keeps_each_tokens_set",
     ),
     Fault(

@@ -48,7 +48,7 @@ def make_rollout(prompts, lengths, counted=None, sets=True, seed=0):
         ids,
         mask,
         longest,
-        sampling_mask=SamplingMask.from_dense(kept.flatten(0, 1)) if sets else None,
+        supports=[SamplingMask.from_dense(row[:n]) for row, n in zip(kept, lengths, strict=True)] if sets else None,
         counted=None if counted is None else torch.tensor(counted),
         groups=torch.arange(rows) // 2,
         rewards=normal(rows),
@@ -97,8 +97,8 @@ def dense_log_p(policy, rollout):
     with replaying(replace(policy, model=model), rollout, False):
         logits = model(input_ids=rollout.input_ids, attention_mask=rollout.attention_mask.long()).logits
     logits = logits[:, rollout.prompt_length - 1 : -1].double()
-    if rollout.sampling_mask is not None:
-        kept = rollout.sampling_mask.to_dense(VOCAB).view(logits.shape)
+    if (sets := rollout.sampling_mask) is not None:
+        kept = sets.to_dense(VOCAB).view(logits.shape)
         assert not kept.all()
         logits = logits.masked_fill(~kept, -torch.inf)
     return logits.log_softmax(-1), model

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -14,50 +14,61 @@ from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.policy import Policy, decoder_states
 from fastrl.training.common.transcript import Transcript
 
-ROWS = ("serial", "weights_step", "ended", "counted", "rewards", "parts", "groups", "response_advantages")  # (B, ...)
-TOKENS = (  # (B, T)
-    "drawn",
-    "token_advantages",
-    "returns",
-    "old_logprobs",
-    "log_sum_sq_probs",
-    "ref_logprobs",
-    "rollout_logprobs",
-    "old_values",
-)
+
+class Per(NamedTuple):
+    """What a field of a rollout has a value for: a "row" (B, ...), "token" (B, T) or "position" (B, P + T, ...)."""
+
+    axis: str
+    padding: int = 0
+
+
+PerRow = Annotated[Tensor | None, Per("row")]
+PerToken = Annotated[Tensor | None, Per("token")]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """B completions of up to T tokens after prompts left-padded to P tokens, on the policy's device."""
+    """B completions of up to T tokens after prompts left-padded to P tokens.
 
-    input_ids: Tensor  # (B, P + T) int64
-    attention_mask: Tensor  # (B, P + T) bool; completions count up to and including their last EOS
+    A whole one is on the CPU: 5 bytes a position, and 4 a token for every number, so 17 a token with the
+    log-probabilities of sampler, old policy and reference. `to` moves a selection to the device that computes with it.
+    """
+
+    input_ids: Annotated[Tensor, Per("position")]  # (B, P + T) int32; int64 after `to`
+    attention_mask: Annotated[Tensor, Per("position")]  # (B, P + T) bool; a completion counts up to its last EOS
     prompt_length: int  # P
-    sampling_mask: SamplingMask | None = None  # B * T rows, one per token; None means drawn from the whole vocabulary
-    routing: Tensor | None = None  # (B, P + T, layers, experts per token) int, -1 = not recorded
-    serial: Tensor | None = None  # (B,) int64, the completion's number in the run
-    weights_step: Tensor | None = None  # (B,) int64, the step after which the policy had the weights that drew it
-    drawn: Tensor | None = None  # (B, T) bool, tokens that the policy drew, and no tool's; None means all
-    messages: Sequence[list[dict[str, Any]]] | None = None  # of each chat with tools; a selection has none
-    ended: Tensor | None = None  # (B,) bool, by EOS or a stop string and not by the limit on the length
-    counted: Tensor | None = None  # (B,) bool, which completions' tokens enter the loss; None means all
-    rewards: Tensor | None = None  # (B,) float32
-    parts: Tensor | None = None  # (B, R) float32, the rewards that make up `rewards`, if the advantages read them
-    groups: Tensor | None = None  # (B,) int64, the prompt of each
-    response_advantages: Tensor | None = None  # (B,) float32, or
-    token_advantages: Tensor | None = None  # (B, T) float32
-    returns: Tensor | None = None  # (B, T) float32, what the critic's values should be
-    old_logprobs: Tensor | None = None  # (B, T) float32, before the step's first update; None means on-policy
-    log_sum_sq_probs: Tensor | None = None  # (B, T) float32, beside old_logprobs, if the advantages read it
-    ref_logprobs: Tensor | None = None  # (B, T) float32, of the reference
-    rollout_logprobs: Tensor | None = None  # (B, T) float32, of the sampler
-    old_values: Tensor | None = None  # (B, T) float32, of the critic before the step's first update
+    # Of each completion's tokens; None means drawn from the whole vocabulary.
+    supports: Annotated[Sequence[SamplingMask] | None, Per("row")] = None
+    # (B, P + T, layers, experts per token) int, -1 = not recorded
+    routing: Annotated[Tensor | None, Per("position", -1)] = None
+    serial: PerRow = None  # (B,) int64, the completion's number in the run
+    weights_step: PerRow = None  # (B,) int64, the step after which the policy had the weights that drew it
+    drawn: PerToken = None  # (B, T) bool, tokens that the policy drew, and no tool's; None means all
+    messages: Annotated[Sequence[list[dict[str, Any]]] | None, Per("row")] = None  # of a chat with tools
+    ended: PerRow = None  # (B,) bool, by EOS or a stop string and not by the limit on the length
+    counted: PerRow = None  # (B,) bool, which completions' tokens enter the loss; None means all
+    rewards: PerRow = None  # (B,) float32
+    parts: PerRow = None  # (B, R) float32, the rewards that make up `rewards`, if the advantages read them
+    groups: PerRow = None  # (B,) int64, the prompt of each
+    response_advantages: PerRow = None  # (B,) float32, or
+    token_advantages: PerToken = None  # (B, T) float32
+    returns: PerToken = None  # (B, T) float32, what the critic's values should be
+    old_logprobs: PerToken = None  # (B, T) float32, before the step's first update; None means on-policy
+    log_sum_sq_probs: PerToken = None  # (B, T) float32, beside old_logprobs, if the advantages read it
+    ref_logprobs: PerToken = None  # (B, T) float32, of the reference
+    rollout_logprobs: PerToken = None  # (B, T) float32, of the sampler
+    old_values: PerToken = None  # (B, T) float32, of the critic before the step's first update
 
     @property
     def targets(self) -> Tensor:
-        """The sampled tokens, (B, T) int64."""
+        """The sampled tokens, (B, T), of the type of input_ids."""
         return self.input_ids[:, self.prompt_length :]
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """The supports as B * T rows, one per token, on the device of input_ids."""
+        masks, length = self.supports, self.input_ids.shape[1] - self.prompt_length
+        return None if masks is None else SamplingMask.padded(masks, length).to(self.input_ids.device)
 
     @property
     def completion_mask(self) -> Tensor:
@@ -86,20 +97,20 @@ class Rollout:
         """The completions with these int64 indices, without the padding columns that none of them needs."""
         used = self.attention_mask[rows].any(0).nonzero()
         first, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, self.prompt_length)
-        longest = end - self.prompt_length
-        tokens = rows[:, None] * self.targets.shape[1] + torch.arange(longest, device=rows.device)
-        changes: dict[str, Any] = {name: x[rows] for name in ROWS if (x := getattr(self, name)) is not None}
-        changes |= {name: x[rows, :longest] for name in TOKENS if (x := getattr(self, name)) is not None}
-        return replace(
-            self,
-            input_ids=self.input_ids[rows, first:end],
-            attention_mask=self.attention_mask[rows, first:end],
-            prompt_length=self.prompt_length - first,
-            messages=None,
-            sampling_mask=None if self.sampling_mask is None else self.sampling_mask.index(tokens),
-            routing=None if self.routing is None else self.routing[rows, first:end],
-            **changes,
-        )
+        columns: dict[str, Any] = {"row": ..., "token": slice(end - self.prompt_length), "position": slice(first, end)}
+        changes: dict[str, Any] = {"prompt_length": self.prompt_length - first}
+        for name, per in AXES.items():
+            if isinstance(x := getattr(self, name), Tensor):
+                changes[name] = x[rows, columns[per.axis]]
+            elif x is not None:
+                changes[name] = [x[row] for row in rows.tolist()]
+        return replace(self, **changes)
+
+    def to(self, device: torch.device) -> "Rollout":
+        """A batch for computing: its tensors on this device, its ids in int64, as models and losses take them."""
+        tensors = {name: x for name in AXES if isinstance(x := getattr(self, name), Tensor)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
+        return replace(self, **moved | {"input_ids": moved["input_ids"].long()})
 
     def loss_arguments(self, packed: bool) -> dict[str, Any]:
         """The arguments that every policy loss takes from a batch: padded (B, T), or packed, its N valid tokens."""
@@ -119,9 +130,30 @@ class Rollout:
         }
 
 
+# Every field but prompt_length.
+AXES: dict[str, Per] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Rollout, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+
+
+def as_rollout(policy: Policy, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Rollout:
+    """Prompts left-padded, and their completions right-padded, to the longest."""
+    start = max(len(prompt) for prompt, _ in sequences)
+    end = start + max(len(completion) for _, completion in sequences)
+    input_ids = torch.full((len(sequences), end), policy.pad_token_id, dtype=torch.int32)
+    mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(sequences):
+        columns = slice(start - len(prompt), start + len(completion))
+        input_ids[row, columns] = torch.tensor([*prompt, *completion], dtype=torch.int32)
+        mask[row, columns] = True
+    return Rollout(input_ids, mask, start)
+
+
 def completion_texts(policy: Policy, rollout: Rollout) -> list[str]:
     """The completions as `Policy.text` has them; tools' answers are part of it."""
-    rows = zip(rollout.targets.cpu(), rollout.completion_mask.cpu(), strict=True)
+    rows = zip(rollout.targets, rollout.completion_mask, strict=True)
     texts = [policy.text(tokens[mask].tolist()) for tokens, mask in rows]
     if rollout.messages is None:
         return texts
@@ -131,28 +163,26 @@ def completion_texts(policy: Policy, rollout: Rollout) -> list[str]:
 
 
 def join(rollouts: Sequence[Rollout]) -> Rollout:
-    """Several rollouts of completions padded to one length as one."""
+    """Several rollouts as one, padded to the longest prompt and the longest completion."""
     if len(rollouts) == 1:
         return rollouts[0]
-    longest = max(part.prompt_length for part in rollouts)
-    changes: dict[str, Any] = {}
-    for name, fill in (("input_ids", None), ("attention_mask", False), ("routing", -1)):
-        parts = [(getattr(part, name), longest - part.prompt_length) for part in rollouts]
-        if parts[0][0] is not None:
-            # Padding repeats the first token of the sequence: it is not attended to.
-            columns = [x[:, :1] if fill is None else torch.full_like(x[:, :1], fill) for x, _ in parts]
-            padded = [
-                torch.cat([column.expand(-1, more, *x.shape[2:]), x], 1)
-                for column, (x, more) in zip(columns, parts, strict=True)
-            ]
-            changes[name] = torch.cat(padded)
-    for name in (*ROWS, *TOKENS):
+    if any(part.drawn is not None for part in rollouts):  # None means all, so that some may have it and others not
+        rollouts = [replace(part, drawn=part.drawn_mask) for part in rollouts]
+    start = max(part.prompt_length for part in rollouts)
+    length = max(part.targets.shape[1] for part in rollouts)
+    changes: dict[str, Any] = {"prompt_length": start}
+    for name, (axis, padding) in AXES.items():
         values = [getattr(part, name) for part in rollouts]
-        if values[0] is not None:
+        if isinstance(values[0], Tensor):
+            for index, part in enumerate(rollouts):
+                before = start - part.prompt_length if axis == "position" else 0
+                after = length - part.targets.shape[1] if axis != "row" else 0
+                columns = [0, 0] * (values[0].dim() - 2) + [before, after]
+                values[index] = torch.nn.functional.pad(values[index], columns, value=padding)
             changes[name] = torch.cat(values)
-    sets = [part.sampling_mask for part in rollouts if part.sampling_mask is not None]
-    changes["sampling_mask"] = SamplingMask.concat(sets) if sets else None
-    return replace(rollouts[0], prompt_length=longest, messages=None, **changes)
+        elif values[0] is not None:
+            changes[name] = [x for value in values for x in value]
+    return replace(rollouts[0], **changes)
 
 
 def hidden_states(policy: Policy, rollout: Rollout, packed: bool, decoder: torch.nn.Module | None = None) -> Tensor:
@@ -187,19 +217,22 @@ def unpacked(values: Tensor, rollout: Rollout, packed: bool) -> Tensor:
 
 
 def by_micro_batch(
-    rollout: Rollout, micro_batches: MicroBatches, numbers: Callable[[Rollout], Sequence[Tensor]], count: int = 1
+    rollout: Rollout,
+    device: torch.device,
+    micro_batches: MicroBatches,
+    numbers: Callable[[Rollout], Sequence[Tensor]],
+    count: int = 1,
 ) -> Tensor:
-    """Apply a function from a batch to `count` numbers per token, each (b, t), a micro-batch at a time.
+    """Apply a function from a batch on a device to `count` numbers per token, each (b, t), a micro-batch at a time.
 
-    Returns (count, B, T) float32.
+    Returns (count, B, T) float32 on the CPU.
     """
-    results = torch.zeros(count, *rollout.targets.shape, device=rollout.targets.device)
+    results = torch.zeros(count, *rollout.targets.shape)
 
     def fill() -> None:
-        for part in micro_batches.cut(rollout.shapes()):
-            rows = torch.tensor(part, device=results.device)
-            for result, values in zip(results, numbers(rollout.select(rows)), strict=True):
-                result[rows, : values.shape[1]] = values
+        for rows in micro_batches.cut(rollout.shapes()):
+            values = torch.stack([*numbers(rollout.select(torch.tensor(rows)).to(device))]).cpu()  # (count, b, t)
+            results[:, rows, : values.shape[2]] = values
 
     micro_batches.fitted(fill)
     return results
@@ -247,4 +280,4 @@ def rollout_statistics(
         )
         return [unpacked(getattr(stats, name), part, packed) for name in ("logprobs", *extras)]
 
-    return by_micro_batch(rollout, micro_batches, statistics, 1 + len(extras))
+    return by_micro_batch(rollout, policy.device, micro_batches, statistics, 1 + len(extras))

@@ -1,53 +1,45 @@
-"""Completions of an engine as the padded tensors that a step trains on."""
+"""Completions of an engine as the rollout that a step trains on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.integrations.vllm import routing_from_vllm
 from fastrl.training.common.data import Example
-from fastrl.training.common.policy import Policy, left_pad
-from fastrl.training.common.rollout import Rollout
+from fastrl.training.common.policy import Policy
+from fastrl.training.common.rollout import Rollout, as_rollout
 from fastrl.training.engines.protocol import Completion, Sampling
 
 
 def assemble(
-    policy: Policy, examples: Sequence[Example], completions: Sequence[Completion], length: int, sampling: Sampling
+    policy: Policy, examples: Sequence[Example], completions: Sequence[Completion], sampling: Sampling
 ) -> Rollout:
-    """The rollout of B completions, padded to `length` tokens, with what `sampling` asked to record."""
-    device = policy.device
-    prompts, prompt_mask = left_pad([example.token_ids for example in examples], policy.pad_token_id, device)
-    lengths = torch.tensor([len(completion.token_ids) for completion in completions], device=device)
-    mask = torch.arange(length, device=device) < lengths[:, None]  # (B, T)
-    tokens = torch.full(mask.shape, policy.pad_token_id, device=device)
-    tokens[mask] = torch.tensor([token for c in completions for token in c.token_ids], device=device)
-    attention_mask = torch.cat([prompt_mask, mask], 1)
-    drawn = logprobs = routing = None
+    """The rollout of B completions, with what `sampling` asked to record."""
+    pairs = zip(examples, completions, strict=True)
+    rollout = as_rollout(policy, [(example.token_ids, completion.token_ids) for example, completion in pairs])
+    mask, drawn, logprobs, routing = rollout.completion_mask, None, None, None
     if any(c.drawn is not None for c in completions):
         drawn = torch.zeros_like(mask)
-        flags = [flag for c in completions for flag in c.drawn or [True] * len(c.token_ids)]
-        drawn[mask] = torch.tensor(flags, device=device)
+        drawn[mask] = torch.tensor([flag for c in completions for flag in c.drawn or [True] * len(c.token_ids)])
     if sampling.logprobs:
-        flat = [value for c in completions for value in _recorded(c.logprobs, "log-probabilities")]
-        logprobs = torch.zeros(mask.shape, device=device)
-        logprobs[mask] = torch.tensor(flat, device=device)
+        logprobs = torch.zeros(mask.shape)
+        logprobs[mask] = torch.tensor([x for c in completions for x in _recorded(c.logprobs, "log-probabilities")])
     if sampling.routing:
         try:
             records = [_recorded(c.routed_experts, "routed experts") for c in completions]
-            routing = routing_from_vllm(policy.model, records, attention_mask)
+            routing = routing_from_vllm(policy.model, records, rollout.attention_mask)
         except (ValueError, TypeError) as error:
             raise UserError(f"rollout.keep_routing: the engine's routed experts cannot be used: {error}") from error
-    return Rollout(
-        torch.cat([prompts, tokens], 1),
-        attention_mask,
-        prompts.shape[1],
+    masks = [_recorded(c.sampling_mask, "sampling mask") for c in completions] if sampling.supports else None
+    return replace(
+        rollout,
         drawn=drawn,
-        messages=[c.messages or [] for c in completions] if any(c.messages for c in completions) else None,
-        ended=torch.tensor([completion.ended for completion in completions], device=device),
-        sampling_mask=_sampling_mask(completions, length, device) if sampling.supports else None,
+        messages=[c.messages or [] for c in completions],
+        ended=torch.tensor([completion.ended for completion in completions]),
+        supports=None if masks is None else [mask.to("cpu") for mask in masks],
         rollout_logprobs=logprobs,
         routing=routing,
     )
@@ -58,13 +50,3 @@ def _recorded(record: Any, what: str) -> Any:
     if record is None:
         raise UserError(f"rollout.engine: the engine returned a completion without its {what}")
     return record
-
-
-def _sampling_mask(completions: Sequence[Completion], length: int, device: torch.device) -> SamplingMask:
-    masks = []
-    for completion in completions:
-        mask = completion.sampling_mask
-        if mask is None:
-            raise UserError("rollout.engine: the engine returned a completion without its sampling mask")
-        masks.append(mask)
-    return SamplingMask.padded(masks, length).to(device)

@@ -223,13 +223,12 @@ class CompletionSampler:
                 _check_failures(failures, error)
                 self._interrupted(draw, error)
         completions = [completion for index in range(len(draw.requests)) for completion in draw.done[index]]
-        rollout = assemble(self.policy, draw.examples, completions, self.settings.max_new_tokens, draw.sampling)
-        device = rollout.input_ids.device
+        rollout = assemble(self.policy, draw.examples, completions, draw.sampling)
         return replace(
             rollout,
-            serial=torch.arange(draw.first, draw.first + len(completions), device=device),
+            serial=torch.arange(draw.first, draw.first + len(completions)),
             weights_step=torch.tensor(
-                [draw.steps[index] for index in range(len(draw.requests)) for _ in draw.done[index]], device=device
+                [draw.steps[index] for index in range(len(draw.requests)) for _ in draw.done[index]]
             ),
         )
 

@@ -84,7 +84,7 @@ class TransformersEngine:
         ended = ((is_eos & drawn).any(1) | ends.stopped).tolist()
         lengths = drawn.sum(1).tolist()
         logprobs = None if recorder is None else recorder.logprobs(tokens, drawn).cpu()
-        supports = recorder.sampling_mask(drawn) if recorder is not None and sampling.supports else None
+        supports = recorder.sampling_mask(drawn).to("cpu") if recorder is not None and sampling.supports else None
         routing = None if experts is None else experts.routing(prompts.shape[1] + tokens.shape[1]).cpu()
         rows = tokens.cpu()
         completions = []
@@ -184,7 +184,7 @@ def _difference(engine: TransformersEngine) -> float:
         raise UserError(f"model: {type(policy.model).__name__} computes logits that are not finite") from error
     except Exception as error:  # a model's own code raises what it likes
         raise UserError(f"rollout.engine: {type(policy.model).__name__}.generate fails: {one_line(error)}") from error
-    rollout = assemble(policy, examples, [*drawn[0], *drawn[1]], 4, sampling)
+    rollout = assemble(policy, examples, [*drawn[0], *drawn[1]], sampling)
     assert rollout.rollout_logprobs is not None  # asked for
     ours = rollout_logprobs(policy, rollout, 1.0, MicroBatches(1))
     uniform = math.log(policy.vocabulary)

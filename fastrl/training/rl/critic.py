@@ -40,4 +40,4 @@ class Critic(nn.Module):
             with replaying(policy, part, packed):
                 return [unpacked(self(policy, part, packed), part, packed)]
 
-        return by_micro_batch(rollout, micro_batches, values)[0]
+        return by_micro_batch(rollout, policy.device, micro_batches, values)[0]

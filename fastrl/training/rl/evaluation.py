@@ -61,7 +61,7 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
     def summed() -> Tensor:
         sums = torch.zeros(2, device=run.policy.device, dtype=torch.float64)
         for rows in run.micro_batches.cut(rollout.shapes()):
-            batch = rollout.select(torch.tensor(rows, device=sums.device))
+            batch = rollout.select(torch.tensor(rows)).to(run.policy.device)
             states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
             _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)
             sums += torch.stack([divergence, distillation.logprobs(taught, batch)])

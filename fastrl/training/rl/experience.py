@@ -103,7 +103,7 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         with timed("time/reward", numbers):
             new_earned, parts = run.rewards.parts(examples, texts)
             new_steps = steps_reward.steps(examples, texts) if steps_reward else [[] for _ in texts]
-        prices = _prices(rollout, rewards.overlong_cache)
+        prices = _prices(rollout, settings.max_new_tokens, rewards.overlong_cache)
         new_rewards = [None if x is None else x + price for x, price in zip(new_earned, prices, strict=True)]
         steps += new_steps
         earned += new_earned
@@ -135,15 +135,14 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
     described = values if run.rewards.scorers else None
     differing = [[reward for _, reward in pairs] for pairs in steps] if steps_reward else [[x] for x in compared]
     numbers |= describe(rollout, ended, described, by_scorer, groups, differing)
-    rows = torch.tensor(kept, dtype=torch.long, device=run.policy.device)
     rollout = replace(
         rollout,
         counted=ended if rewards.overlong_filter else None,
-        rewards=_rewards(values, rows.device),
-        parts=torch.stack([_rewards(x, rows.device) for x in by_scorer.values()], 1) if decoupled else None,
-        groups=torch.tensor(groups, device=rows.device),
+        rewards=_rewards(values),
+        parts=torch.stack([*map(_rewards, by_scorer.values())], 1) if decoupled else None,
+        groups=torch.tensor(groups),
     )
-    return rollout.select(rows), [steps[row] for row in kept], samples
+    return rollout.select(torch.tensor(kept, dtype=torch.long)), [steps[row] for row in kept], samples
 
 
 def _origins(run: Run, rollout: Rollout) -> dict[str, list[int]]:
@@ -171,12 +170,12 @@ def _shortened(columns: dict[str, Any]) -> dict[str, Any]:
     return {name: x if len(texts[name]) <= LOGGED else texts[name][:LOGGED] + " ..." for name, x in columns.items()}
 
 
-def _prices(rollout: Rollout, cache: int | None) -> list[float]:
-    """What each completion's length adds to its reward, 0 or less."""
-    lengths = rollout.completion_mask.sum(1)  # of which rollout.max_new_tokens is the limit, tools' tokens included
+def _prices(rollout: Rollout, limit: int, cache: int | None) -> list[float]:
+    """What each completion's length, tools' tokens included, adds to its reward: 0 or less; `limit` is the longest."""
+    lengths = rollout.completion_mask.sum(1)
     if cache is None:
         return [0.0] * len(lengths)
-    return overlong_penalty(lengths, max_length=rollout.targets.shape[1], cache=cache).tolist()
+    return overlong_penalty(lengths, max_length=limit, cache=cache).tolist()
 
 
 def _compared_rewards(
@@ -190,16 +189,16 @@ def _compared_rewards(
         columns = list(by_scorer.values())
     else:
         columns = [earned]
-    rounded = [_rewards(column, torch.device("cpu")).tolist() for column in columns]
+    rounded = [_rewards(column).tolist() for column in columns]
     return [
         tuple(None if math.isnan(x) else x for x in row)  # NaN is not even itself
         for row in zip(*rounded, strict=True)
     ]
 
 
-def _rewards(values: Sequence[float | None], device: torch.device) -> Tensor:
+def _rewards(values: Sequence[float | None]) -> Tensor:
     """(B,) float32, NaN for None."""
-    return torch.tensor([math.nan if v is None else v for v in values], device=device)
+    return torch.tensor([math.nan if v is None else v for v in values])
 
 
 def _kept(values: list[float | None], compared: Sequence[Hashable], groups: list[int], varied: bool) -> list[int]:
@@ -293,8 +292,8 @@ def _token_rewards(run: Run, rollout: Rollout) -> Tensor:
     rewards, mask, old, ref = rollout.rewards, rollout.mask, rollout.old_logprobs, rollout.ref_logprobs
     assert rewards is not None  # set by _sample
     if run.kl_in_reward and run.kl and old is not None and ref is not None:
-        return kl_penalized_rewards(rewards, old, ref, mask, beta=run.kl.coef, kind=run.kl.config.kind)
-    zeros = torch.zeros(mask.shape, device=mask.device)
+        return kl_penalized_rewards(rewards, old, ref, mask, beta=run.kl.coef.cpu(), kind=run.kl.config.kind)
+    zeros = torch.zeros(mask.shape)
     return kl_penalized_rewards(rewards, zeros, zeros, mask, beta=0.0)
 
 
@@ -312,8 +311,7 @@ def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple
     most = max([1, *map(len, steps)])
     ends = torch.full((len(steps), most), -1)
     values = torch.full((len(steps), most), math.nan)
-    targets, masks = rollout.targets.cpu(), rollout.completion_mask.cpu()
-    rows = [tokens[mask].tolist() for tokens, mask in zip(targets, masks, strict=True)]
+    rows = [tokens[mask].tolist() for tokens, mask in zip(rollout.targets, rollout.completion_mask, strict=True)]
     for row, (tokens, pairs) in enumerate(zip(rows, steps, strict=True)):
 
         def characters(count: int, tokens: list[int] = tokens) -> int:
@@ -323,4 +321,4 @@ def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple
         for step, (end, reward) in enumerate(pairs):
             ends[row, step] = bisect.bisect_left(range(1, len(tokens)), end, key=characters)
             values[row, step] = reward
-    return ends.to(policy.device), values.to(policy.device)
+    return ends, values

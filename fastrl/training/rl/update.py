@@ -43,7 +43,7 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
     training, history, skipped = run.config.training, [], 0
     watch, mismatch = Stopwatch(run.policy.device), dict[str, Tensor]()
     for _ in range(training.epochs):
-        order = torch.randperm(len(rollout.input_ids), generator=run.generator).to(run.policy.device)
+        order = torch.randperm(len(rollout.input_ids), generator=run.generator)
         for rows in order.tensor_split(training.minibatches):
             if len(rows) == 0:  # rewards of None can leave fewer sequences than minibatches
                 continue
@@ -101,8 +101,8 @@ def save_batch(policy: Policy, batch: Rollout, directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     values = dict(vars(batch))
-    if batch.sampling_mask is not None:
-        values |= {f"sampling_mask.{name}": value for name, value in batch.sampling_mask.state_dict().items()}
+    if (mask := batch.sampling_mask) is not None:
+        values |= {f"sampling_mask.{name}": value for name, value in mask.state_dict().items()}
     tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)}
     save_file(tensors, directory / "rollout.safetensors", {"prompt_length": str(batch.prompt_length)})
     with (directory / "texts.jsonl").open("w", encoding="utf-8") as file:
@@ -128,9 +128,10 @@ def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwa
     denominator = _denominator(run.objective, rollout, rows, tokens)
     metrics = []
     for part in run.cut_updates.cut(shapes):
-        batch, count = rollout.select(rows[part]), sum(counts[row] for row in part)
+        batch = rollout.select(rows[part]).to(run.policy.device)
+        count = sum(counts[row] for row in part)
         with checkpointing(*models), replaying(run.policy, batch, run.config.training.packing):
-            own = denominator[part] if isinstance(denominator, Tensor) else denominator
+            own = denominator[part].to(run.policy.device) if isinstance(denominator, Tensor) else denominator
             metrics.append(_backward(run, batch, count, tokens, own, watch))
     return metrics
 

@@ -20,10 +20,10 @@ from fastrl import Preference, linear_preference_loss
 from fastrl.base.errors import UserError
 from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.policy import Policy, reference_of
-from fastrl.training.common.rollout import hidden_states, rollout_logprobs
+from fastrl.training.common.rollout import as_rollout, hidden_states, rollout_logprobs
 from fastrl.training.stages.config import DPOConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import PolicyStage, finish, train_policy
-from fastrl.training.stages.rows import Reader, Tokens, as_rollout
+from fastrl.training.stages.rows import Reader, Tokens
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PreferenceStage(PolicyStage[Pair]):
 
     def part(self, rows: Sequence[Pair], total: Total) -> tuple[Tensor, dict[str, float]]:
         """The loss summed over the pairs, divided by the number of the update's pairs."""
-        policy, batch = self.policy, as_rollout(self.policy, both(rows))
+        policy, batch = self.policy, as_rollout(self.policy, both(rows)).to(self.policy.device)
         layout = batch.loss_arguments(self.packing)
         targets = layout["targets"]
         reference = None

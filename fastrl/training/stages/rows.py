@@ -1,25 +1,21 @@
-"""Rows as tokens, and tokens as batches for a forward."""
+"""Rows as tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import PromptFormat
 from fastrl.training.common.data_config import DatasetConfig
 from fastrl.training.common.micro_batch import Shape
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.sources import Source, field_of
 
 Row = TypeVar("Row")
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """A prompt and its completion, which ends with EOS."""
 
     prompt: list[int]
@@ -71,16 +67,3 @@ class Reader:
                 "(training.max_length and the context of the model or its teacher)"
             )
         return tokens
-
-
-def as_rollout(policy: Policy, batch: Sequence[Tokens]) -> Rollout:
-    """Prompts left-padded and completions right-padded to the longest, as if they had been sampled."""
-    start = max(len(tokens.prompt) for tokens in batch)
-    end = start + max(len(tokens.completion) for tokens in batch)
-    input_ids = torch.full((len(batch), end), policy.pad_token_id)
-    mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    for row, tokens in enumerate(batch):
-        columns = slice(start - len(tokens.prompt), start + len(tokens.completion))
-        input_ids[row, columns] = torch.tensor(tokens.all)
-        mask[row, columns] = True
-    return Rollout(input_ids.to(policy.device), mask.to(policy.device), start)

@@ -15,10 +15,10 @@ from fastrl.training.common.distillation import Distillation, check_teacher, loa
 from fastrl.training.common.memory_needs import LossCall
 from fastrl.training.common.micro_batch import Shape
 from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout, hidden_states
+from fastrl.training.common.rollout import Rollout, as_rollout, hidden_states
 from fastrl.training.stages.config import SFTConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import PolicyStage, finish, train_policy
-from fastrl.training.stages.rows import Reader, Tokens, as_rollout
+from fastrl.training.stages.rows import Reader, Tokens
 
 
 class SFT(PolicyStage[Tokens]):
@@ -45,7 +45,7 @@ class SFT(PolicyStage[Tokens]):
 
     def part(self, rows: Sequence[Tokens], total: int) -> tuple[Tensor, Mapping[str, float | Tensor]]:
         """The loss summed over the rows, divided by the number of the update's tokens."""
-        policy, batch = self.policy, as_rollout(self.policy, rows)
+        policy, batch = self.policy, as_rollout(self.policy, rows).to(self.policy.device)
         count = sum(map(self.weight, rows))
         states = hidden_states(policy, batch, self.packing)
         if self.distillation is None:

@@ -1,16 +1,27 @@
-"""Rollouts: masks, left padding, and that the fused log-probabilities are the model's own, for heads of every shape."""
+"""Rollouts: selecting and joining, masks, left padding, and log-probabilities that are the model's own."""
+
+import dataclasses
+import math
+import pickle
 
 import pytest
 import torch
 from digit_models import add_noise
+from hypothesis import given
+from hypothesis import strategies as st
 from own_engine import generate
+from rollouts import make_rollout
+from two_devices import Device, placed_at, set_apart
 
+import fastrl.training.rl.run as running
 from fastrl.base.errors import UserError
 from fastrl.training.common.data import Example
 from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.rollout import completion_texts, rollout_logprobs
+from fastrl.training.common.rollout import AXES, Rollout, hidden_states, join, rollout_logprobs
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.engines.transformers import completion_mask
+from fastrl.training.rl.experience import collect
+from fastrl.training.rl.train import take_step
 
 MODELS = {
     "qwen3, tied": {"model_type": "qwen3", "tie_word_embeddings": True},
@@ -97,14 +108,113 @@ def test_greedy_decoding_takes_the_likeliest_token_and_batches_do_not_matter(mak
     assert int(whole.targets[1, 0]) == int(logits[0, -1].argmax())
 
 
-def test_selecting_rows_drops_only_padding(make_policy):
-    policy = make_policy(model_type="qwen3")
-    rollout = generate(policy, PROMPTS, RolloutConfig(max_new_tokens=6))
-    rows = torch.tensor([2, 0])
-    part = rollout.select(rows)
-    assert part.prompt_length == 2
-    assert part.mask.any(0).all()
-    for new, old in enumerate(rows.tolist()):
-        assert torch.equal(part.targets[new][part.mask[new]], rollout.targets[old][rollout.mask[old]])
-    assert completion_texts(policy, part) == [completion_texts(policy, rollout)[row] for row in rows]
-    assert rollout.select(torch.tensor([], dtype=torch.long)).targets.shape == (0, 0)
+# --- selecting and joining ------------------------------------------------------------------------------------------
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4)
+
+
+def full(lengths, seed=0):
+    """A rollout of prompts and completions of these lengths with every field, so also with one that is added later."""
+    made = make_rollout(*zip(*lengths, strict=True), seed=seed)
+    count, positions = made.input_ids.shape
+    sizes = {"row": (count,), "token": made.targets.shape, "position": (count, positions, 2, 3)}
+    values = {"messages": [[{"role": "user", "content": str(row)}] for row in range(count)]}
+    for name, per in AXES.items():
+        if name not in values and getattr(made, name) is None:
+            values[name] = torch.randn(sizes[per.axis])
+    return dataclasses.replace(made, **values | {"drawn": made.completion_mask & (values["drawn"] > 0)})
+
+
+def assert_same(ours, theirs):
+    for field in dataclasses.fields(Rollout):
+        one, other = getattr(ours, field.name), getattr(theirs, field.name)
+        same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert same and type(one) is type(other), field.name
+
+
+def test_every_field_says_what_it_has_a_value_for():
+    assert {field.name for field in dataclasses.fields(Rollout)} == {*AXES, "prompt_length"}
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=3))
+def test_a_join_holds_its_parts(groups):
+    parts = [full(lengths, seed) for seed, lengths in enumerate(groups)]
+    whole, rows = join(parts), torch.arange(sum(map(len, groups)))
+    for part, own in zip(parts, rows.split([*map(len, groups)]), strict=True):
+        assert_same(whole.select(own), part)
+    assert_same(pickle.loads(pickle.dumps(whole)), whole)  # as it is sent to other processes
+
+
+def test_a_join_of_rollouts_of_which_some_have_tools_knows_whose_tokens_they_are():
+    tools, plain = full([(2, 5), (1, 3)]), dataclasses.replace(full([(3, 2)]), drawn=None)
+    both = join([plain, tools])
+    assert both.drawn_mask.sum(1).tolist() == [2, *tools.drawn_mask.sum(1).tolist()]
+
+
+@given(LENGTHS, st.data())
+def test_selecting_rows_drops_only_padding(lengths, data):
+    whole = full(lengths)
+    rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=4))
+    part = whole.select(torch.tensor(rows))
+    assert part.attention_mask[:, [0, -1]].any(0).all()
+    masks = {"position": "attention_mask", "token": "completion_mask"}
+    for name, per in AXES.items():
+        ours, theirs = getattr(part, name), getattr(whole, name)
+        for new, old in enumerate(rows):
+            if per.axis == "row":
+                assert ours[new] == theirs[old], name
+            else:
+                mask = masks[per.axis]
+                assert torch.equal(ours[new][getattr(part, mask)[new]], theirs[old][getattr(whole, mask)[old]]), name
+
+
+def test_no_rows_are_a_rollout_too():
+    part = full([(2, 3)]).select(torch.tensor([], dtype=torch.long))
+    assert part.targets.shape == (0, 0) and part.supports == []
+
+
+# --- where it lies --------------------------------------------------------------------------------------------------
+
+
+GRPO_OFF_POLICY = {"objective": {"name": "grpo"}, "kl": {"coef": 0.04}, "training": {"minibatches": 2}}
+
+
+def test_a_step_holds_its_rollout_on_the_cpu_in_few_bytes(make_config):
+    """Between steps a GPU holds none of it."""
+    run = running.make_run(make_config(**GRPO_OFF_POLICY))
+    rollout, _ = collect(run, {})
+    assert rollout.old_logprobs is not None and rollout.ref_logprobs is not None
+    tensors = {name: x for name in AXES if isinstance(x := getattr(rollout, name), torch.Tensor)}
+    assert {x.device.type for x in tensors.values()} == {"cpu"}
+    tokens, positions = rollout.targets.numel(), rollout.input_ids.numel()
+    # Ids and mask of every position; old, the reference's and the sampler's log-probabilities of every token.
+    held = {name: x.untyped_storage().nbytes() for name, x in tensors.items()}
+    assert sum(held[name] for name in held if AXES[name].axis != "row") == 5 * positions + 3 * 4 * tokens
+    assert sum(held[name] for name in held if AXES[name].axis == "row") <= 50 * len(rollout.input_ids)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        GRPO_OFF_POLICY | {"rollout": {"top_p": 0.8}},
+        {
+            "objective": {"name": "grpo", "aggregate": "prompt-mean"},
+            "kl": {"place": "reward", "kind": "k1", "coef": 0.1},
+            "training": {"minibatches": 2, "micro_batch_tokens": 24, "packing": True},
+            "rollout": {"top_p": 0.8},
+        },
+        {"objective": {"name": "ppo"}, "advantages": {"estimator": "gae"}, "critic": {}, "kl": {"coef": 0.1}},
+        {"advantages": {"estimator": "optimal_token_baseline"}, "training": {"micro_batch_tokens": 40}},
+    ],
+    ids=["padded", "packed", "critic", "token baseline"],
+)
+def test_a_step_mixes_no_tensors_of_host_and_device(make_config, monkeypatch, tables):
+    set_apart(monkeypatch)
+    run = running.make_run(make_config(**tables))
+    run.step = 1
+    if run.kl is not None:
+        run.kl.coef = placed_at(Device, run.kl.coef)
+    numbers, _ = take_step(run)
+    assert math.isfinite(numbers["loss"]) and numbers["skipped_updates"] == 0
+    with pytest.raises(AssertionError, match="of the host and of the device meet in embedding"):
+        hidden_states(run.policy, collect(run, {})[0], False)

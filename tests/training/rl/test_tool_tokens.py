@@ -40,10 +40,12 @@ def rollout(policy):
     """Tokens of tools hold numbers that would show in any sum, and their rows no support."""
     made = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, COUNTED), noise=0.2)
     made, drawn = with_tools(made)
-    kept = made.sampling_mask.to_dense(12)
-    lists = [row.nonzero()[:, 0].tolist() if own else [] for row, own in zip(kept, drawn.flatten(), strict=True)]
+    supports = []
+    for mask, own in zip(made.supports, drawn, strict=True):
+        lists = [ids.tolist() for ids in mask.token_ids.split(mask.lengths.tolist())]
+        supports.append(SamplingMask.from_lists([ids if own[t] else [] for t, ids in enumerate(lists)]))
     wrong = {name: getattr(made, name).where(drawn, value) for name, value in TOOL.items()}
-    return replace(made, sampling_mask=SamplingMask.from_lists(lists), **wrong)
+    return replace(made, supports=supports, **wrong)
 
 
 @pytest.fixture
@@ -142,7 +144,7 @@ def test_a_teacher_is_followed_at_drawn_tokens(policy, make_policy, rollout, dra
     distillation = Distillation(teacher, TeacherConfig(teacher="t"), 1.0, top_k, packed)
     states = hidden_states(policy, rollout, packed).detach()
     _, total = distillation.loss(policy, states, distillation.states(rollout), rollout, int(rollout.mask.sum()), 1)
-    plain = replace(rollout, drawn=None, counted=None, sampling_mask=None)
+    plain = replace(rollout, drawn=None, counted=None, supports=None)
     whole = [
         torch.log_softmax((hidden_states(p, plain, False) @ p.head.weight.T).double(), -1) for p in (teacher, policy)
     ]
