@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fastrl import Objective, linear_cross_entropy, linear_policy_loss, value_loss
+from fastrl import CovarianceClip, Objective, linear_cross_entropy, linear_policy_loss, value_loss
 from fastrl.base.errors import UserError
 from fastrl.base.groups import group_numbers, group_total
 from fastrl.base.json_text import to_json
@@ -20,6 +20,7 @@ from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.optimizer import calmer
 from fastrl.training.common.policy import Policy, checkpointing, decoder_states
 from fastrl.training.common.rollout import Rollout, hidden_states, replaying
+from fastrl.training.common.seeds import seed_of, shuffled
 from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.run import Run
 
@@ -38,13 +39,17 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
     rate unchanged. Raises UserError after training.max_skipped_updates of them in a row. `time/loss` is the number of
     seconds in the vocabulary's losses.
     """
-    training, history, skipped = run.config.training, [], 0
+    training, history, skipped = run.config.training, list[dict[str, Any]](), 0
     watch, mismatch = Stopwatch(run.policy.device), dict[str, Tensor]()
-    for _ in range(training.epochs):
-        order = torch.randperm(len(rollout.input_ids), generator=run.generator).to(run.policy.device)
-        for rows in order.tensor_split(training.minibatches):
+    covariance = run.objective.covariance
+    for epoch in range(training.epochs):
+        order = shuffled(len(rollout.input_ids), training.seed, "minibatches", run.step, epoch)
+        for rows in order.to(run.policy.device).tensor_split(training.minibatches):
             if len(rows) == 0:  # rewards of None can leave fewer sequences than minibatches
                 continue
+            if isinstance(covariance, CovarianceClip) and covariance.generator is not None:
+                number = len(history) + skipped
+                covariance.generator.manual_seed(seed_of(training.seed, "covariance", run.step, number))
             batches = accumulate_gradients(run, rollout, rows, watch)
             metrics = merge_metrics(batches, (*COUNTS, *LOSSES))
             # From the first update only: there the policy is still the one that sampled.

@@ -65,7 +65,7 @@ def _bare_run(policy: Policy, objective: Objective, temperature: float = 1.0, **
         training=TrainingConfig(**training), rollout=RolloutConfig(temperature=temperature), pretraining=None, kl=None
     )
     nothing = [field.name for field in dataclasses.fields(Run) if field.default is dataclasses.MISSING]
-    given = {"config": config, "policy": policy, "objective": objective, "generator": torch.Generator()}
+    given = {"config": config, "policy": policy, "objective": objective}
     return Run(**(dict.fromkeys(nothing) | given))
 
 
