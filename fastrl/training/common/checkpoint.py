@@ -1,8 +1,8 @@
 """Checkpoints: a model in the Hugging Face format, and the state that a run needs to continue as if it never stopped.
 
 `from_pretrained` on the directory loads the model (or adapters) and the tokenizer. `training_state.safetensors` holds
-the optimizer's moments, `training_state.json` plain numbers and the config, and `SHA256SUMS`
-the checksums of all files. Other models have files of their own. Nothing is ever unpickled.
+the optimizer's moments, `training_state.json` plain numbers and the config, and `SHA256SUMS` the checksums of all
+files. Other models have files of their own. Nothing is ever unpickled.
 """
 
 import json
@@ -35,8 +35,8 @@ from fastrl.training.common.sections import LoggingConfig
 from fastrl.training.common.settings import Section, json_values
 
 TENSORS, NUMBERS = "training_state.safetensors", "training_state.json"
-# Sections and fields that a resumed run may change (other batch sizes round differently). A change to any
-# other field would make it another run.
+# Sections and fields that a resumed run may change (other batch sizes round differently). A change to any other
+# field would make it another run.
 FREE = (
     "logging",
     "evaluation",

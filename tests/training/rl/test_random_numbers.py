@@ -18,7 +18,8 @@ def test_tokens_are_the_same_for_any_batch_size(trained, spy, top_p):
     runs = []
     for size in (None, 1, 3):
         rollout = {"batch_size": size, "top_p": top_p, "prompts_per_step": 2, "max_new_tokens": 3}
-        config = trained(f"run-{size}", rollout=rollout, evaluation={"every": None, "metrics": []})
+        apart = {"data": {"eval_path": None}, "evaluation": {"every": None, "metrics": []}}
+        config = trained(f"run-{size}", rollout=rollout, **apart)
         runs.append((rollouts[-2:], repeatable(config)))
     (whole, records), *others = runs
     for parts, found in others:
