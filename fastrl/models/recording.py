@@ -14,7 +14,7 @@ correction corrects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -206,6 +206,26 @@ def record_sampling(model: Any, logprobs: bool = False, sets: bool = True) -> It
         TypeError: for a model without the method that is wrapped. ValueError: if both are False, and from a `generate`
             inside the block that does not sample: greedy, with beams or with an assistant.
     """
+    recorder = SamplingMaskRecorder(logprobs, sets)
+
+    def begin(settings: GenerationConfig) -> SamplingMaskRecorder:
+        mode = str(settings.get_generation_mode().value)
+        if mode != "sample":
+            raise ValueError(f"only sampling can be recorded (do_sample=True, num_beams=1), got {mode}")
+        recorder.reset()
+        return recorder
+
+    with last_processor(model, begin):
+        yield recorder
+
+
+@contextmanager
+def last_processor(model: Any, begin: Callable[[GenerationConfig], LogitsProcessor]) -> Iterator[None]:
+    """Have each `model.generate` in the block run what `begin` returns for its settings after all other processors.
+
+    That of an inner block runs after that of an outer one. The model is restored afterwards, also after an error.
+    Raises TypeError for a model without the method that is wrapped.
+    """
     build = getattr(model, _BUILDER, None)
     if build is None:
         raise TypeError(
@@ -213,19 +233,15 @@ def record_sampling(model: Any, logprobs: bool = False, sets: bool = True) -> It
             f" transformers {transformers.__version__}"
         )
     owner = getattr(build, "__self__", model)  # the object that `generate` runs on, if model is a wrapper
-    recorder = SamplingMaskRecorder(logprobs, sets)
 
-    def build_with_recorder(
+    def build_with_last(
         self: Any, generation_config: GenerationConfig, *args: Any, **kwargs: Any
     ) -> LogitsProcessorList:
-        mode = str(generation_config.get_generation_mode().value)
-        if mode != "sample":
-            raise ValueError(f"only sampling can be recorded (do_sample=True, num_beams=1), got {mode}")
-        recorder.reset()
-        return LogitsProcessorList([*build(generation_config, *args, **kwargs), recorder])
+        last = begin(generation_config)
+        return LogitsProcessorList([*build(generation_config, *args, **kwargs), last])
 
-    with replaced_method(owner, _BUILDER, MethodType(build_with_recorder, owner)):
-        yield recorder
+    with replaced_method(owner, _BUILDER, MethodType(build_with_last, owner)):
+        yield
 
 
 def _counted(rows: Tensor, counts: Tensor, unrecorded: int) -> Tensor:

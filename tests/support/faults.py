@@ -653,17 +653,24 @@ FAULTS = (
     # --- training -----------------------------------------------------------------------------------------------------
     Fault(
         "fastrl/training/common/data.py",
-        "        self.generator.manual_seed(self.seed)\n",
-        "",
-        "a stale seed: a resumed run draws prompts in another order",
-        "training/common/test_prompts.py::test_a_position_that_was_saved_is_gone_on_from_exactly",
+        'shuffled(size, self.seed, "prompts", epoch)',
+        'shuffled(size, self.seed, "prompts")',
+        "a stale seed: the same order of prompts in every epoch",
+        "training/common/test_prompts.py::test_every_prompt_comes_once_an_epoch_in_an_order_of_the_seed",
     ),
     Fault(
-        "fastrl/training/common/checkpoint.py",
-        "for name, generator in self.all_generators().items()}",
-        "for name, generator in self.generators.items()}",
-        "a stale seed: torch's own generator is not in a checkpoint",
+        "fastrl/training/rl/train.py",
+        "    seed_step(run.config.training.seed, run.step)\n",
+        "",
+        "a stale seed: a resumed run's rewards draw what those of its first step drew",
         "training/rl/test_resume.py::test_a_resumed_run_is_the_unbroken_one_bit_for_bit",
+    ),
+    Fault(
+        "fastrl/training/engines/transformers.py",
+        "seed_of(request.seed, number) for",
+        "seed_of(request.seed) for",
+        "a stale seed: one for all completions of a prompt",
+        "training/rl/test_random_numbers.py::test_tokens_are_the_same_for_any_batch_size",
     ),
     Fault(
         "fastrl/training/common/rollout.py",
@@ -739,8 +746,8 @@ FAULTS = (
         "fastrl/training/common/foreign.py",
         "        stack.callback(random.setstate, python_state)\n",
         "",
-        "a stale seed: how often a run is evaluated changes what it learns",
-        "training/rl/test_evaluation.py::test_nor_does_a_reward_that_draws_random_numbers_in_an_evaluation",
+        "a stale seed: every call of a foreign function draws the same numbers",
+        "training/common/test_foreign.py::test_a_function_draws_other_numbers_in_each_call_and_none_of_the_trainers",
     ),
     Fault(
         "fastrl/training/stages/loop.py",

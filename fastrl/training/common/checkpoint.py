@@ -1,12 +1,11 @@
 """Checkpoints: a model in the Hugging Face format, and the state that a run needs to continue as if it never stopped.
 
 `from_pretrained` on the directory loads the model (or adapters) and the tokenizer. `training_state.safetensors` holds
-the optimizer's moments and the generators' states, `training_state.json` plain numbers and the config, and `SHA256SUMS`
-the checksums of all files. Other models have files of their own. Nothing is ever unpickled.
+the optimizer's moments, `training_state.json` plain numbers and the config, and `SHA256SUMS` the checksums of all
+files. Other models have files of their own. Nothing is ever unpickled.
 """
 
 import json
-import random
 import sys
 import time
 from collections import defaultdict
@@ -14,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
@@ -37,8 +35,8 @@ from fastrl.training.common.sections import LoggingConfig
 from fastrl.training.common.settings import Section, json_values
 
 TENSORS, NUMBERS = "training_state.safetensors", "training_state.json"
-# Sections and fields that a resumed run may change (other batch sizes round and sample differently). A change to any
-# other field would make it another run.
+# Sections and fields that a resumed run may change (other batch sizes round differently). A change to any other
+# field would make it another run.
 FREE = (
     "logging",
     "evaluation",
@@ -57,14 +55,6 @@ FREE = (
 )
 
 
-class RandomState(NamedTuple):
-    """The states of Python's generator, of NumPy's and of torch's, these by name."""
-
-    python: Any
-    numpy: Any
-    torch: dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class Trained:
     """What a run trains, and the state its next step depends on; reading a checkpoint changes all of it in place."""
@@ -74,22 +64,8 @@ class Trained:
     has_adapters: bool  # the model is that wrapper, and only its adapters are trained
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    generators: Mapping[str, torch.Generator]  # besides those of the process
     data: Mapping[str, tuple[int, str]]  # by config field: a dataset's number of rows, and their digest
     models: Mapping[str, torch.nn.Module] = field(default_factory=dict)  # besides the trained one, by file name
-
-    def all_generators(self) -> dict[str, torch.Generator]:
-        """Every torch generator that a run draws from."""
-        generators = {"torch": torch.default_generator, **self.generators}
-        device = next(self.model.parameters()).device
-        if device.type == "cuda":
-            generators["cuda"] = torch.cuda.default_generators[device.index]
-        return generators
-
-    def random_state(self) -> RandomState:
-        """The states of all generators that a run draws from, as they are now."""
-        generators = {name: generator.get_state() for name, generator in self.all_generators().items()}
-        return RandomState(random.getstate(), np.random.get_state(), generators)
 
 
 def due(step: int, every: int | None, last: bool) -> bool:
@@ -128,20 +104,17 @@ def write_checkpoint(
     step: int,
     numbers: Mapping[str, Any],
     tensors: Mapping[str, Tensor] | None = None,
-    states: RandomState | None = None,
 ) -> None:
     """Write `checkpoint_of(logging, step)`, which exists only once it is complete.
 
     `numbers` (JSON values; infinite ones and NaN are read back as texts, which `float` takes) and `tensors` are the
-    run's additional state, `states` the generators' if not those of now. Earlier checkpoints that it makes superfluous
-    are removed; if that fails, it warns. Raises UserError if writing fails (a full disk), and leaves the earlier ones
-    as they were.
+    run's additional state. Earlier checkpoints that it makes superfluous are removed; if that fails, it warns. Raises
+    UserError if writing fails (a full disk), and leaves the earlier ones as they were.
     """
     directory = checkpoint_of(logging, step)
     try:
         with whole_directory(directory, directory.with_name(".unfinished")) as unfinished:
-            states = states or trained.random_state()
-            _write(unfinished, config, trained, {"step": step, **numbers}, tensors or {}, states)
+            _write(unfinished, config, trained, {"step": step, **numbers}, tensors or {})
     except (OSError, SafetensorError) as error:
         earlier = _checkpoints(directory.parent)
         hint = f"the last good checkpoint is {earlier[-1]}" if earlier else "there is no earlier one"
@@ -188,16 +161,11 @@ def saved_on_error(save: Callable[[], Path | None]) -> Iterator[None]:
 
 
 def _write(
-    directory: Path,
-    config: Section,
-    trained: Trained,
-    numbers: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    states: RandomState,
+    directory: Path, config: Section, trained: Trained, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write all files of a checkpoint."""
     optimizer = trained.optimizer.state_dict()
-    tensors = {**tensors, **states.torch}
+    tensors = dict(tensors)
     for index, moments in optimizer["state"].items():
         tensors |= {f"{index}.{name}": moment.contiguous() for name, moment in moments.items()}
     numbers = {
@@ -205,8 +173,6 @@ def _write(
         "data": trained.data,
         "optimizer": optimizer["param_groups"],
         "scheduler": trained.scheduler.state_dict(),
-        "python": states.python,
-        "numpy": states.numpy,
         "config": json_values(config),
     }
     save_pretrained(trained.model, directory)
@@ -214,8 +180,7 @@ def _write(
     for name, model in trained.models.items():
         save_model(model, str(directory / name))
     save_file(tensors, directory / TENSORS)
-    text = to_json(numbers, constant=str, default=np.ndarray.tolist)
-    (directory / NUMBERS).write_text(text + "\n", encoding="utf-8")
+    (directory / NUMBERS).write_text(to_json(numbers, constant=str) + "\n", encoding="utf-8")
     write_checksums(directory)
 
 
@@ -300,7 +265,7 @@ def _defaults(section: Section) -> dict[str, Any]:
 
 
 def read_checkpoint(directory: Path, trained: Trained) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Restore a new run's objects, and the process' random generators, from a checkpoint.
+    """Restore a new run's objects from a checkpoint.
 
     Returns the numbers and tensors that were written with it. Raises UserError if a dataset has other rows, because the
     position in it would mean nothing.
@@ -312,16 +277,13 @@ def read_checkpoint(directory: Path, trained: Trained) -> tuple[dict[str, Any], 
             change = "has other rows now" if count == before else f"had {before} rows and now has {count}"
             raise UserError(f"{directory}: cannot be resumed with another dataset: {name} {change}")
     try:
-        tensors = _load_tensors(directory, trained, numbers)
+        return numbers, _load_tensors(directory, trained, numbers)
     except (OSError, SafetensorError) as error:
         raise _damaged(directory, str(error)) from error
-    random.setstate(tuple(tuple(part) if isinstance(part, list) else part for part in numbers["python"]))
-    np.random.set_state(tuple(numbers["numpy"]))
-    return numbers, tensors
 
 
 def _load_tensors(directory: Path, trained: Trained, numbers: dict[str, Any]) -> dict[str, Tensor]:
-    """Load weights, generators and the optimizer; returns the remaining tensors."""
+    """Load weights and the optimizer; returns the remaining tensors."""
     if trained.has_adapters:
         from peft import set_peft_model_state_dict
 
@@ -334,9 +296,6 @@ def _load_tensors(directory: Path, trained: Trained, numbers: dict[str, Any]) ->
         load_model(model, directory / name)
     # Copies, not views of a file that will be removed.
     tensors = {name: tensor.clone() for name, tensor in load_file(directory / TENSORS).items()}
-    for name, generator in trained.all_generators().items():
-        if name in tensors:  # missing if a run from a CPU is resumed on a GPU
-            generator.set_state(tensors.pop(name))
     moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for key in list(tensors):
         index, _, name = key.partition(".")

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from fastrl.base.errors import UserError
 from fastrl.training.common.checksums import digest
 from fastrl.training.common.data_config import DatasetConfig, PromptsConfig
+from fastrl.training.common.seeds import shuffled
 from fastrl.training.common.sources import Source, field_of
 from fastrl.training.common.transcript import messages_of
 from fastrl.training.common.turn_end import turn_end
@@ -330,14 +331,14 @@ def _check_messages(prompt: Any, where: str) -> None:
 class PromptSampler:
     """Iterates over the examples in a new random order every epoch; a batch may span two epochs.
 
-    The order depends only on the seed and the number of examples, so the number of those drawn is a position in it.
+    An epoch's order depends only on the seed, the epoch and the number of examples, so the number of those drawn is a
+    position.
     """
 
     def __init__(self, examples: list[Example], seed: int, dropped: int = 0) -> None:
         """`dropped` says how many overlong prompts are not among the examples."""
         self.examples, self.seed, self.dropped = examples, seed, dropped
-        self.drawn, self.order = 0, list[int]()  # the rest of the epoch
-        self.generator = torch.Generator().manual_seed(seed)
+        self.drawn = 0
 
     @cached_property
     def digest(self) -> str:
@@ -351,11 +352,11 @@ class PromptSampler:
 
     def next(self, count: int) -> list[Example]:
         """The next `count` examples."""
-        while len(self.order) < count:
-            self.order += torch.randperm(len(self.examples), generator=self.generator).tolist()
-        taken, self.order = self.order[:count], self.order[count:]
+        first, size = self.drawn, len(self.examples)
         self.drawn += count
-        return [self.examples[i] for i in taken]
+        epochs = range(first // size, -(-self.drawn // size))
+        order = torch.cat([shuffled(size, self.seed, "prompts", epoch) for epoch in epochs])
+        return [self.examples[i] for i in order[first % size :][:count].tolist()]
 
     def state(self) -> dict[str, Any]:
         """The position, as JSON values: `load` goes on from there."""
@@ -363,13 +364,7 @@ class PromptSampler:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go to a position of the same examples and seed, forward or back."""
-        self.drawn, self.order = state["drawn"], []
-        self.generator.manual_seed(self.seed)
-        epochs, rest = divmod(self.drawn, len(self.examples))
-        for _ in range(epochs):
-            torch.randperm(len(self.examples), generator=self.generator)
-        if rest:
-            self.order = torch.randperm(len(self.examples), generator=self.generator).tolist()[rest:]
+        self.drawn = state["drawn"]
 
 
 class TextStream:

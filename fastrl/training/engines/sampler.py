@@ -1,6 +1,5 @@
 """Draws rollouts from an engine: gives it the policy's weights, waits for it when it dies, checks what it returns."""
 
-import hashlib
 import itertools
 import math
 import secrets
@@ -21,6 +20,7 @@ from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.common.seeds import seed_of
 from fastrl.training.engines.assembly import assemble
 from fastrl.training.engines.completions import check_weights
 from fastrl.training.engines.protocol import (
@@ -169,13 +169,12 @@ class CompletionSampler:
         With `apart` it is no part of the run: its seeds are the same each time, and none of the run's are used up.
         """
         sampling = Sampling.of(self.settings, self.policy.eos_token_ids, greedy, record)
-        requests, first, series = [], 0 if apart else self.drawn, "apart " if apart else ""
-        number = first
+        requests, series = [], ["apart"] if apart else []
+        number = first = 0 if apart else self.drawn
         for example, n in _runs(examples):
             name = f"fastrl-{self.run}-{next(self.names)}"
             # Distant seeds: an engine may add to one for each completion of a request.
-            text = f"{self.seed} {series}{number}"
-            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+            seed = seed_of(self.seed, *series, number)
             requests.append(Request(name, example.token_ids, n, self.settings.max_new_tokens, seed, example))
             number += n
         if not apart:

@@ -13,22 +13,22 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from fastrl.base.errors import UserError, one_line
 from fastrl.models.lm_head import TOLERANCE
-from fastrl.models.recording import record_sampling
+from fastrl.models.recording import last_processor, record_sampling
 from fastrl.models.routing import record_routing
 from fastrl.training.common.data import Example
-from fastrl.training.common.foreign import random_numbers
 from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.policy import Policy, autocast, exact_dtype, left_pad
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.rotary import keeping_cache
+from fastrl.training.common.seeds import seed_of
 from fastrl.training.engines.assembly import assemble
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
 from fastrl.training.engines.sampler import say
 
 
 class TransformersEngine:
-    """Draws with the policy's own weights. Seeds are not used: it draws from torch's generator."""
+    """Draws with the policy's own weights, each completion from a seed of its own, in whatever batch it is."""
 
     def __init__(self, policy: Policy, batch_size: int | None, pads: bool = True) -> None:
         """`batch_size` completions are drawn at a time; None means all of them.
@@ -44,19 +44,22 @@ class TransformersEngine:
         for index, request in enumerate(requests):
             groups.setdefault(0 if self.pads else len(request.token_ids), []).append(index)
         for group in groups.values():
-            completions = iter(self._draw_padded([requests[i] for i in group for _ in range(requests[i].n)], sampling))
+            rows = [(requests[i], number) for i in group for number in range(requests[i].n)]
+            completions = iter(self._draw_padded(rows, sampling))
             for index in group:
                 yield index, list(islice(completions, requests[index].n))
 
-    def _draw_padded(self, rows: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """A completion for each row, a batch at a time."""
+    def _draw_padded(self, rows: Sequence[tuple[Request, int]], sampling: Sampling) -> Iterator[Completion]:
+        """A completion for each row, a request and a number among its completions, a batch at a time."""
         # Every batch is padded to the longest prompt of all: that keeps results apart from batch_size in one way.
-        prompts, mask = left_pad([list(row.token_ids) for row in rows], self.policy.pad_token_id, self.policy.device)
+        ids = [list(request.token_ids) for request, _ in rows]
+        prompts, mask = left_pad(ids, self.policy.pad_token_id, self.policy.device)
         size = self.batch_size or len(rows)
         for first in range(0, len(rows), size):
             part = slice(first, first + size)
-            limits = torch.tensor([request.max_tokens for request in rows[part]], device=prompts.device)
-            yield from self._draw(prompts[part], mask[part], limits, sampling)
+            limits = torch.tensor([request.max_tokens for request, _ in rows[part]], device=prompts.device)
+            seeds = [seed_of(request.seed, number) for request, number in rows[part]]
+            yield from self._draw(prompts[part], mask[part], limits, seeds, sampling)
 
     def update_weights(self, version: str, weights: Weights) -> None:
         """Nothing to do: they are the policy's."""
@@ -67,8 +70,10 @@ class TransformersEngine:
     def wake_up(self) -> None:
         """Nothing to take."""
 
-    def _draw(self, prompts: Tensor, mask: Tensor, limits: Tensor, sampling: Sampling) -> list[Completion]:
-        """A completion for each prompt, left-padded with its mask, (b, P), up to its limit, (b,)."""
+    def _draw(
+        self, prompts: Tensor, mask: Tensor, limits: Tensor, seeds: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        """A completion for each prompt, left-padded with its mask, (b, P), up to its limit, (b,), from its seed."""
         model = self.policy.model
         with ExitStack() as stack:
             recorder = experts = None
@@ -76,6 +81,8 @@ class TransformersEngine:
                 recorder = stack.enter_context(record_sampling(model, logprobs=True, sets=sampling.supports))
             if sampling.routing:
                 experts = stack.enter_context(record_routing(model))
+            if sampling.temperature:  # after the recorder, which reads the distribution
+                stack.enter_context(last_processor(model, lambda _: _Race(seeds, prompts.device)))
             ends = _Ends(self.policy.tokenizer, sampling.stop, prompts.shape[1], limits)
             tokens = self._generate(prompts, mask, ends, sampling)
         inside = torch.arange(tokens.shape[1], device=tokens.device) < ends.lengths[:, None]
@@ -139,14 +146,13 @@ def checked_engine(policy: Policy, batch_size: int | None) -> TransformersEngine
     """An engine whose completions are the policy's: their log-probabilities are those of a forward of each alone.
 
     A model whose `generate` reads padding draws prompts of one length at a time, and a line says so. Raises UserError
-    for one whose `generate` fails, or draws from another distribution. The run's random numbers are not used.
+    for one whose `generate` fails, or draws from another distribution.
     """
     name = type(policy.model).__name__
     exact = replace(policy, dtype=exact_dtype(policy.model, policy.dtype))
     # Two tries each: rounding may have chosen another expert of a mixture, but not for any tokens.
     for pads, seed in product((True, False), (0, 1)):
-        with random_numbers(seed):
-            difference = _difference(TransformersEngine(exact, None, pads))
+        difference = _difference(TransformersEngine(exact, None, pads), seed)
         if difference <= TOLERANCE[exact.dtype]:
             if not pads:
                 say(f"warning: {name}.generate reads padding; prompts of one length are drawn at a time")
@@ -157,7 +163,7 @@ def checked_engine(policy: Policy, batch_size: int | None) -> TransformersEngine
     )
 
 
-def _difference(engine: TransformersEngine) -> float:
+def _difference(engine: TransformersEngine, seed: int) -> float:
     """The largest difference of log-probabilities, of completions of two prompts, between `generate` and a forward.
 
     Relative to how far they are from those of a uniform distribution, as what is wrong in a new model's is small too.
@@ -166,7 +172,7 @@ def _difference(engine: TransformersEngine) -> float:
     policy = engine.policy
     tokens = [min(token, policy.vocabulary - 1) for token in range(6)]
     examples = [Example("", {}, tokens[:4]), Example("", {}, tokens[4:])]
-    requests = [Request(str(i), example.token_ids, 1, 4, 0, example) for i, example in enumerate(examples)]
+    requests = [Request(str(i), example.token_ids, 1, 4, seed, example) for i, example in enumerate(examples)]
     sampling = Sampling(
         temperature=1.0,
         top_p=1.0,
@@ -207,6 +213,27 @@ class _Finite(LogitsProcessor):
         wrong = ~scores.amax(1).isfinite()
         self.always &= ~wrong.any()
         return scores.masked_fill_(wrong[:, None], 0.0)
+
+
+class _Race(LogitsProcessor):
+    """Draws each row's token with numbers of the row's own seed, and leaves nothing else for `generate` to draw.
+
+    The token is the one with the least exponential number divided by its probability, as in torch.multinomial. Unlike
+    with a number below the sum of probabilities, rounding changes it only where two are equal up to that rounding.
+    """
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Any:
+        """The scores (b, V), 0 at the row's token and -inf elsewhere; changed in place."""
+        noise = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+        for row, generator in zip(noise, self.generators, strict=True):
+            row.exponential_(generator=generator)
+        # A number may be rounded to 0, which would win whatever its score.
+        noise.clamp_min_(torch.finfo(noise.dtype).tiny)
+        tokens = (scores - noise.log_()).argmax(1, keepdim=True)
+        return scores.fill_(-math.inf).scatter_(1, tokens, 0.0)
 
 
 class _Ends(StoppingCriteria):

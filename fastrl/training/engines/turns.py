@@ -8,7 +8,6 @@ messages, which are appended as the chat template writes them. A function declar
 worker processes it is called with one completion at a time.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from fastrl.training.common.data import Example, chat_text, described_tools
 from fastrl.training.common.foreign import foreign_code
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.reward import load_reward, show_sample
+from fastrl.training.common.seeds import seed_of
 from fastrl.training.common.timing import timed
 from fastrl.training.common.transcript import Transcript
 from fastrl.training.common.worker_pool import PooledFunction, WorkerPool
@@ -77,10 +77,9 @@ class Dialogue:
         tokens = [*self.request.token_ids, *self.token_ids]
         return Request(name, tokens, 1, self.room, self.seed(), self.request.example)
 
-    def seed(self, what: str = "") -> int:
+    def seed(self, *what: str) -> int:
         """The seed of the next turn, or of `what` else is random in it."""
-        text = f"{self.request.seed} {self.number} {self.turns}{what}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+        return seed_of(self.request.seed, self.number, self.turns, *what)
 
     def add_turn(self, turn: Completion, policy: Policy) -> None:
         """Add what the policy wrote."""
@@ -147,7 +146,7 @@ class Tools:
         """
         examples = [dialogue.example for dialogue in dialogues]
         texts = [dialogue.text(self.policy) for dialogue in dialogues]
-        seeds = [dialogue.seed(" tools") % 2**31 for dialogue in dialogues]  # NumPy's are below 2^32
+        seeds = [dialogue.seed("tools") % 2**31 for dialogue in dialogues]  # NumPy's are below 2^32
         if isinstance(self.function, PooledFunction):
             answers = self.function.answers(examples, texts, seeds)
         else:

@@ -83,7 +83,7 @@ class Rollouts:
         return self.completions.ask([example for example in examples for _ in range(self.settings.num_generations)])
 
     def state(self) -> dict[str, Any]:
-        """The position in the data and in the random numbers, as JSON values, before what is begun."""
+        """The position in the data, and the completions drawn so far, as JSON values, before what is begun."""
         if self.begun is not None:
             return self.before
         return {"prompts": self.prompts.state(), "drawn": self.completions.drawn}

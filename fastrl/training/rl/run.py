@@ -1,16 +1,17 @@
 """All objects of a run, made from its config: models, objective, rewards, data, what changes by step; checkpoints."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fastrl import KL, CovarianceClip, Objective
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
-from fastrl.training.common.checkpoint import RandomState, Trained, read_checkpoint, write_checkpoint
+from fastrl.training.common.checkpoint import Trained, read_checkpoint, write_checkpoint
 from fastrl.training.common.data import Example, PromptFormat, PromptSampler, Room, TextStream, load_examples
 from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher
 from fastrl.training.common.expected_memory import Expected
@@ -51,7 +52,6 @@ class Run:
     distillation: Distillation | None  # the divergence in the loss
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    generator: torch.Generator  # shuffles rollouts
     micro_batches: MicroBatches
     memory: Expected  # at most
     policy_coef: float = 1.0  # the weight of the objective's loss
@@ -147,7 +147,6 @@ def make_run(config: Config) -> Run:
         distillation,
         optimizer,
         scheduler,
-        torch.Generator().manual_seed(training.seed),
         micro_batches,
         memory,
         1.0 if config.distillation is None or distillation is None else config.distillation.policy_coef,
@@ -206,9 +205,9 @@ def _longest(config: Config, sampler: PromptSampler | StreamSampler, held_out: l
 def _objective(config: Config, device: torch.device) -> tuple[Objective, AdaptiveKL | None, LearnedEntropy | None]:
     """The preset with the changes from the config's other tables, and the controllers of its coefficients."""
     objective = config.objective.build()
-    if isinstance(objective.covariance, CovarianceClip):  # on the CPU: a run may be resumed on another device
-        generator = torch.Generator().manual_seed(config.training.seed)
-        objective = objective.replace(covariance=replace(objective.covariance, generator=generator))
+    if isinstance(objective.covariance, CovarianceClip):
+        # Each update seeds it. On the CPU: a run may be resumed on another device.
+        objective = objective.replace(covariance=replace(objective.covariance, generator=torch.Generator()))
     settings = config.kl
     if config.rollout_correction is not None:
         objective = objective.replace(rollout_correction=config.rollout_correction.build())
@@ -228,39 +227,28 @@ def _objective(config: Config, device: torch.device) -> tuple[Objective, Adaptiv
 # --- checkpoints; `fastrl.training.common.checkpoint` writes and checks the files -------------------------------------
 
 
-class Resumable(NamedTuple):
-    """What the next step depends on besides models and optimizer: numbers, as JSON values, and generators."""
-
-    numbers: dict[str, Any]
-    states: RandomState
-
-
-def resumable(run: Run) -> Resumable:
-    """That of the run now."""
-    numbers = {
+def resumable(run: Run) -> dict[str, Any]:
+    """What the next step depends on besides models and optimizer, as JSON values."""
+    return {
         "skipped": run.skipped,
         "rollouts": run.rollouts.state(),
         "text": run.text and run.text.position,
         "kl": run.kl and run.kl.state(),
         "entropy": run.entropy and run.entropy.state(),
     }
-    return Resumable(numbers, _trained(run).random_state())
 
 
-def save_checkpoint(run: Run, state: Resumable) -> None:
+def save_checkpoint(run: Run, state: Mapping[str, Any]) -> None:
     """Write the checkpoint of the run's current step. Raises UserError if that fails.
 
     `state` may be the one before a step that failed. Updates that this step had made are in the weights: resumed, the
     step is drawn anew from these.
     """
-    write_checkpoint(run.config, run.config.logging, _trained(run), run.step, state.numbers, states=state.states)
+    write_checkpoint(run.config, run.config.logging, _trained(run), run.step, state)
 
 
 def load_checkpoint(directory: Path, run: Run) -> None:
-    """Restore a new run's objects, and the process' random generators, from a checkpoint.
-
-    Raises UserError if the dataset is a different one.
-    """
+    """Restore a new run's objects from a checkpoint. Raises UserError if the dataset is a different one."""
     numbers, _ = read_checkpoint(directory, _trained(run))
     if "rollouts" not in numbers:
         raise UserError(f"{directory}: an earlier version of fastrl wrote it; go on with that one, or start a new run")
@@ -279,9 +267,5 @@ def _trained(run: Run) -> Trained:
     models: dict[str, torch.nn.Module] = {} if run.critic is None else {"critic.safetensors": run.critic}
     if run.reference is not None and run.config.kl is not None and run.config.kl.sync_every is not None:
         models["reference.safetensors"] = run.reference.model
-    generators = {"shuffle": run.generator}
-    covariance = run.objective.covariance
-    if isinstance(covariance, CovarianceClip) and covariance.generator is not None:
-        generators["objective"] = covariance.generator
-    state = (run.optimizer, run.scheduler, generators, run.rollouts.prompts.data, models)
+    state = (run.optimizer, run.scheduler, run.rollouts.prompts.data, models)
     return Trained(policy.model, policy.tokenizer, policy.has_adapters, *state)

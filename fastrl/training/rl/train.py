@@ -17,11 +17,12 @@ from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.optimizer import Diverged, calmer, cpu_threads, start
 from fastrl.training.common.saving import check_savable
+from fastrl.training.common.seeds import seed_step
 from fastrl.training.common.timing import peak_memory, timed
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.evaluation import evaluate
 from fastrl.training.rl.experience import collect
-from fastrl.training.rl.run import Resumable, Run, data_of, load_checkpoint, make_run, resumable, save_checkpoint
+from fastrl.training.rl.run import Run, data_of, load_checkpoint, make_run, resumable, save_checkpoint
 from fastrl.training.rl.update import update
 
 # The metrics in a step's line on the terminal, if present.
@@ -117,7 +118,7 @@ def _evaluated(run: Run) -> dict[str, float]:
     return numbers
 
 
-def _save(run: Run, log: RunLog, state: Resumable | None = None) -> Path:
+def _save(run: Run, log: RunLog, state: dict[str, Any] | None = None) -> Path:
     """Save the run after its current step, if it is not yet. Returns the checkpoint."""
     checkpoint = checkpoint_of(run.config.logging, run.step)
     if not checkpoint.exists():
@@ -126,7 +127,7 @@ def _save(run: Run, log: RunLog, state: Resumable | None = None) -> Path:
     return checkpoint
 
 
-def _save_earlier(run: Run, log: RunLog, before: Resumable) -> Path | None:
+def _save_earlier(run: Run, log: RunLog, before: dict[str, Any]) -> Path | None:
     """Save the steps before one that failed. Returns the checkpoint, or None if there is none."""
     run.step -= 1
     return _save(run, log, before) if run.step else None
@@ -134,6 +135,7 @@ def _save_earlier(run: Run, log: RunLog, before: Resumable) -> Path | None:
 
 def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
     """Sample, update and adapt. Returns the step's metrics and some of its samples."""
+    seed_step(run.config.training.seed, run.step)
     numbers: dict[str, float] = {}
     with timed("time/step", numbers):
         rollout, samples = collect(run, numbers)

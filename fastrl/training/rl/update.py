@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fastrl import Objective, linear_cross_entropy, linear_policy_loss, value_loss
+from fastrl import CovarianceClip, Objective, linear_cross_entropy, linear_policy_loss, value_loss
 from fastrl.base.errors import UserError
 from fastrl.base.groups import group_numbers, group_total
 from fastrl.base.json_text import to_json
@@ -22,6 +22,7 @@ from fastrl.training.common.distillation import Distillation
 from fastrl.training.common.optimizer import calmer
 from fastrl.training.common.policy import Policy, checkpointing
 from fastrl.training.common.rollout import Rollout, hidden_states, replaying
+from fastrl.training.common.seeds import seed_of, shuffled
 from fastrl.training.common.timing import Stopwatch
 from fastrl.training.rl.run import Run
 
@@ -40,13 +41,17 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
     rate unchanged. Raises UserError after training.max_skipped_updates of them in a row. `time/loss` is the number of
     seconds in the vocabulary's losses.
     """
-    training, history, skipped = run.config.training, [], 0
+    training, history, skipped = run.config.training, list[dict[str, Any]](), 0
     watch, mismatch = Stopwatch(run.policy.device), dict[str, Tensor]()
-    for _ in range(training.epochs):
-        order = torch.randperm(len(rollout.input_ids), generator=run.generator)
+    covariance = run.objective.covariance
+    for epoch in range(training.epochs):
+        order = shuffled(len(rollout.input_ids), training.seed, "minibatches", run.step, epoch)
         for rows in order.tensor_split(training.minibatches):
             if len(rows) == 0:  # rewards of None can leave fewer sequences than minibatches
                 continue
+            if isinstance(covariance, CovarianceClip) and covariance.generator is not None:
+                number = len(history) + skipped
+                covariance.generator.manual_seed(seed_of(training.seed, "covariance", run.step, number))
             batches = run.cut_updates.fitted(partial(accumulate_gradients, run, rollout, rows, watch))
             metrics = merge_metrics(batches, (*COUNTS, *LOSSES))
             if run.text is not None:

@@ -21,7 +21,6 @@ from fastrl.base.errors import UserError
 from fastrl.planning.plans import Plan
 from fastrl.training.common.banner import show_end, show_run, show_start
 from fastrl.training.common.checkpoint import (
-    RandomState,
     SaveClock,
     Trained,
     as_started,
@@ -45,6 +44,7 @@ from fastrl.training.common.policy import Policy, checkpointing, load_policy, ma
 from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.saving import check_savable, save_pretrained
 from fastrl.training.common.sections import OptimizerConfig
+from fastrl.training.common.seeds import seed_step, shuffled
 from fastrl.training.stages.config import StageConfig, TokenStageConfig, TokenTrainingConfig
 from fastrl.training.stages.rows import Reader, Tokens
 
@@ -218,17 +218,15 @@ def fit(
     updates = -(-len(rows) // training.batch_size)
     steps = training.epochs * updates
     optimizer, scheduler = make_optimizer([(stage.model.parameters(), config.optimizer.peak)], config.optimizer, steps)
-    batches = Batches(len(rows), training.batch_size, training.seed)
     sets = {"data.path": rows, "data.eval_path": held_out}
-    generators = {"shuffle": batches.generator}
     data = {field: (len(dataset), digest(dataset)) for field, dataset in sets.items()}
-    trained = Trained(stage.model, stage.tokenizer, stage.has_adapters, optimizer, scheduler, generators, data)
+    trained = Trained(stage.model, stage.tokenizer, stage.has_adapters, optimizer, scheduler, data)
     if checkpoint is None:
         step, computed = 0, {field: stage.before(dataset, micro_batches) for field, dataset in sets.items()}
         kept = {field: tensor for field, tensor in computed.items() if tensor is not None}
     else:
         state, kept = read_checkpoint(checkpoint, trained)
-        step, batches.order = state["step"], state["order"]
+        step = state["step"]
     rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
     interrupted = None
     first, facts = step, run_facts(config, name, stage.model, device)
@@ -238,12 +236,12 @@ def fit(
     with RunLog(config, logging, name, steps, stage.shown, step, facts) as log, stop_signals() as signals:
         clock = SaveClock(logging)
 
-        def save(step: int, order: list[int], states: RandomState | None = None) -> Path | None:
+        def save(step: int) -> Path | None:
             """Save the run after a step, if it is not yet."""
             directory = checkpoint_of(logging, step)
             if step and not directory.exists():
                 log.sync()
-                write_checkpoint(config, logging, trained, step, {"order": order}, kept, states)
+                write_checkpoint(config, logging, trained, step, {}, kept)
             return directory if step else None
 
         def evaluated() -> dict[str, float]:
@@ -253,13 +251,16 @@ def fit(
         if checkpoint is None and held_out:
             log.write(0, evaluated())
         while step < steps:
-            with saved_on_error(partial(save, step, batches.order, trained.random_state())):
-                numbers = measure(stage, [rows[i] for i in batches.next()], micro_batches, backward=True)
+            seed_step(training.seed, step + 1)
+            epoch, number = divmod(step, updates)  # the last one of an epoch may be smaller
+            batch = shuffled(len(rows), training.seed, "rows", epoch).split(training.batch_size)[number]
+            with saved_on_error(partial(save, step)):
+                numbers = measure(stage, [rows[i] for i in batch.tolist()], micro_batches, backward=True)
                 numbers |= {"lr": optimizer.param_groups[0]["lr"], "epoch": (step + 1) / updates}
                 numbers["grad_norm"] = _update(optimizer, config.optimizer, step + 1, numbers["loss"])
             scheduler.step()
             step += 1
-            with saved_on_error(partial(save, step, batches.order)):
+            with saved_on_error(partial(save, step)):
                 try:
                     if held_out and step % updates == 0:
                         numbers |= evaluated()
@@ -267,7 +268,7 @@ def fit(
                     log.write(step, numbers)
             interrupted = signals[0] if signals and step < steps else None
             if interrupted or clock.due(step, step == steps):
-                save(step, batches.order)
+                save(step)
             if interrupted:
                 break
         if not interrupted:
@@ -336,22 +337,6 @@ def measure(stage: Stage[Row], rows: Sequence[Row], micro_batches: MicroBatches,
         return sums
 
     return {name: float(value) for name, value in micro_batches.fitted(added).items()}
-
-
-class Batches:
-    """Iterates over the rows in a new random order every epoch; its last batch may be smaller."""
-
-    def __init__(self, rows: int, size: int, seed: int) -> None:
-        self.rows, self.size = rows, size
-        self.generator = torch.Generator().manual_seed(seed)
-        self.order: list[int] = []  # the rest of the epoch
-
-    def next(self) -> list[int]:
-        """The rows of the next batch."""
-        if not self.order:
-            self.order = torch.randperm(self.rows, generator=self.generator).tolist()
-        taken, self.order = self.order[: self.size], self.order[self.size :]
-        return taken
 
 
 def _update(optimizer: torch.optim.Optimizer, settings: OptimizerConfig, step: int, loss: float) -> float:

@@ -67,8 +67,7 @@ def _bare_run(policy: Policy, objective: Objective, temperature: float = 1.0, **
     )
     nothing = [field.name for field in dataclasses.fields(Run) if field.default is dataclasses.MISSING]
     micro_batches = MicroBatches(config.training.micro_batch_tokens, config.training.packing)
-    given = {"config": config, "policy": policy, "objective": objective, "generator": torch.Generator()}
-    given |= {"micro_batches": micro_batches}
+    given = {"config": config, "policy": policy, "objective": objective, "micro_batches": micro_batches}
     return Run(**(dict.fromkeys(nothing) | given))
 
 

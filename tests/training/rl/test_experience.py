@@ -144,7 +144,7 @@ def test_groups_of_equal_rewards_are_sampled_anew(collected):
     assert len(rollout.input_ids) == ROWS
     found = [rollout.rewards[rollout.groups == group].tolist() for group in rollout.groups.unique()]
     assert len(found) == 6 and all(sorted(rewards) == [0, 0, 0, 1] for rewards in found)
-    assert len(run.rollouts.prompts.order) == 800 - 6 - 3  # no more than were missing
+    assert run.rollouts.prompts.drawn == 6 + 3  # no more than were missing
     assert numbers["without_reward"] == 0 and numbers["reward"] == (3 + 3) / (ROWS + 3 * 4)
 
 
@@ -185,7 +185,7 @@ def test_where_nothing_varies_there_is_no_update_and_the_next_step_goes_on(confi
         **tables,
     )
     run, steps = play(config)
-    assert len(run.rollouts.prompts.order) == 800 - 2 * 6 * (1 + refills)
+    assert run.rollouts.prompts.drawn == 2 * 6 * (1 + refills)
     for numbers in steps:
         assert numbers["refills"] == refills and numbers["kept"] == 0
         assert numbers["reward"] == 1 and "loss" not in numbers and numbers["kl_coef"] == pytest.approx(0.04)

@@ -51,7 +51,7 @@ def test_only_adapters_change_and_the_reference_is_the_model_without_them(make_c
     assert not run.policy.head.weight.requires_grad and run.policy.head.weight.grad is None
     assert run.reference.model is run.policy.model
     run, steps = play(config.model_copy(update={"training": config.training.model_copy(update={"steps": 3})}))
-    assert 0 < steps[1]["kl"] < steps[2]["kl"]
+    assert min(step["kl"] for step in steps[1:]) > 1e-3
     after = weights(run.policy.model)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     assert changed and all("lora_" in name for name in changed)

@@ -82,9 +82,3 @@ BROKEN = {
 def test_a_model_whose_generate_is_not_its_forward_is_refused(make_policy, words, values):
     with pytest.raises(UserError, match=rf"rollout\.engine: \w+\.generate .*{words}"):
         checked_engine(make_policy(**values), None)
-
-
-def test_the_check_uses_up_none_of_the_runs_random_numbers(policy):
-    before = torch.get_rng_state()
-    assert checked_engine(policy, None).pads
-    assert torch.equal(torch.get_rng_state(), before)

@@ -401,8 +401,8 @@ def check(run: Run, rollout: Rollout, formula: Formula) -> None:
 
     # From here on the policy is another one than the one that sampled, and the sampler was not quite the old one.
     if rollout.rollout_logprobs is not None:
-        noise = torch.randn_like(rollout.rollout_logprobs)
-        rollout = replace(rollout, rollout_logprobs=rollout.rollout_logprobs + noise)
+        noisy = rollout.rollout_logprobs + torch.randn_like(rollout.rollout_logprobs)
+        rollout = replace(rollout, rollout_logprobs=noisy.clamp(max=-0.01))  # still of probabilities
         x.sampler = rollout.rollout_logprobs.double()
     perturbed = [run.policy.model] if run.critic is None else [run.policy.model, run.critic]
     before = [copy.deepcopy(part.state_dict()) for part in perturbed]

@@ -27,7 +27,6 @@ def test_a_completion_is_the_same_one_cut_after_the_first_stop_string(make_polic
     policy = make_policy(**SHAPE)
 
     def draw(stop):
-        torch.manual_seed(3)
         settings = RolloutConfig(max_new_tokens=8, stop=stop, batch_size=batch_size)
         return generate(policy, PROMPTS * 4, settings, greedy=greedy)
 
@@ -48,7 +47,6 @@ def test_a_completion_is_the_same_one_cut_after_the_first_stop_string(make_polic
 
 def test_what_is_recorded_ends_with_the_stop_string(make_policy):
     policy = make_policy(**SHAPE)
-    torch.manual_seed(3)
     settings = RolloutConfig(max_new_tokens=8, stop=["1", "=", "5"], top_p=0.7)
     rollout = generate(policy, PROMPTS * 4, settings)
     mask = rollout.completion_mask

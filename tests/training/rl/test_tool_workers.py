@@ -5,7 +5,6 @@ import random
 import signal
 
 import pytest
-import torch
 from rollouts import play
 from run_files import checkpoints, records
 
@@ -87,7 +86,6 @@ def test_random_numbers_are_the_completions_and_not_the_runs(policy, draw):
     random.seed(1)
     texts = []
     for count in (1, 3):
-        torch.manual_seed(0)  # what the policy's turns are drawn with
         texts.append(completion_texts(policy, draw(*["random"] * 6, tool_workers=count, max_new_tokens=12)[0]))
     assert texts[0] == texts[1] and len(set(texts[0])) == 6
     after = random.random()
@@ -97,22 +95,20 @@ def test_random_numbers_are_the_completions_and_not_the_runs(policy, draw):
 
 def test_random_numbers_without_workers_are_no_others_of_the_runs_either(draw, tmp_path):
     (tmp_path / "here.py").write_text(
-        "import random, torch\n"
+        "import random\n"
         "def tools(prompts, completions, **columns):\n"
-        "    digits = [str(random.randrange(10)) + str(random.randrange(10)) for _ in prompts]\n"
-        "    torch.manual_seed(0)\n"
-        "    return digits\n"
+        "    return [str(random.randrange(10)) + str(random.randrange(10)) for _ in prompts]\n"
     )
 
     def drawn(seed, turns):
-        random.seed(seed), torch.manual_seed(0)
+        random.seed(seed)
         options = {"tools": f"{tmp_path}/here.py:tools", "tool_workers": 0, "stop": ["1", "="], "max_turns": turns}
-        return draw(*["a"] * 6, **options)[0].input_ids.tolist(), float(torch.rand(())), random.random()
+        return draw(*["a"] * 6, **options)[0].input_ids.tolist(), random.random()
 
     drawn(0, 1)  # imports the file, which takes a number too
-    first, second, unanswered = drawn(1, 2), drawn(2, 2), drawn(1, 1)
-    assert first[:2] == second[:2] and first[1] != unanswered[1]  # the turns after the first are drawn like all others
-    assert first[2] == unanswered[2] == random.Random(1).random()
+    (first, after), (second, _), (unanswered, then) = drawn(1, 2), drawn(2, 2), drawn(1, 1)
+    assert first == second != unanswered
+    assert after == then == random.Random(1).random()
 
 
 @pytest.mark.parametrize(

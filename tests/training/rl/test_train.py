@@ -45,16 +45,6 @@ def test_fewer_prompts_than_a_step_draws_are_told(trained, write_rows, capsys):
     assert "data.path: a step draws 6 prompts of 2, some of them several times" in capsys.readouterr().err
 
 
-def test_a_reward_that_seeds_the_process_changes_no_completion(trained, write_reward):
-    scores = "return [float(len(c)) for c in completions]"
-    seeds = "import random, numpy, torch\nrandom.seed(0), numpy.random.seed(0), torch.manual_seed(0)\n"
-    first, second = (
-        repeatable(trained(folder, reward={"function": write_reward(body)}))
-        for folder, body in (("plain", scores), ("seeds", seeds + scores))
-    )
-    assert first == second
-
-
 def test_a_checkpoint_reloads_and_can_be_trained_further(trained, spy):
     seen = spy(module, "save_checkpoint", lambda _, run, state: run.policy.model.state_dict())
     config = trained()
