@@ -65,22 +65,6 @@ def activation_bytes(model: Any, settings: ModelConfig, tokens: int, row: int) -
     return tokens * (count * kept + layer)  # one layer more: its gradients, and the head's input
 
 
-def generation_bytes(model: Any, dtype: torch.dtype, prompt: int, completion: int) -> int:
-    """What `generate` holds for a completion of so many tokens after its prompt: keys and values, a layer, logits.
-
-    Modelled: recurrent layers and sliding windows keep less. Processors of the logits sort them, in float32 and int64.
-    """
-    config = model.config.get_text_config()
-    hidden = model.get_input_embeddings().weight.shape[1]
-    heads = getattr(config, "num_attention_heads", 1)
-    keys = (getattr(config, "num_key_value_heads", None) or heads) * (
-        getattr(config, "head_dim", None) or hidden // heads
-    )
-    kept = 2 * keys * max(len(layers_of(model)), 1) * dtype.itemsize * (prompt + completion)
-    layer = 4 * (18 * hidden + 5 * _feed_forward(config, hidden)) * prompt
-    return kept + layer + 40 * config.vocab_size
-
-
 def _feed_forward(config: Any, hidden: int) -> int:
     """The units of the feed-forward layers that a token passes through."""
     dense = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -98,6 +82,22 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + unused
     machine, container, size = _table("/proc/meminfo"), _table("/sys/fs/cgroup/memory.stat"), memory_bytes("cpu")
     return min(1024 * machine.get("MemAvailable:", size // 1024), size - container.get("anon", 0))
+
+
+def fitting_completions(model: Any, dtype: torch.dtype, prompt: int, completion: int) -> int:
+    """How many completions of so many tokens `generate` can draw at a time in what the device has free; 1 or more.
+
+    Modelled: keys and values of each layer, a layer's activations of the prompt, and logits as processors sort them, in
+    float32 with int64 indices. Recurrent layers and sliding windows keep less.
+    """
+    config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
+    vocabulary, hidden = embedding.shape
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or hidden // heads
+    keys = (getattr(config, "num_key_value_heads", None) or heads) * width * max(len(layers_of(model)), 1)
+    each = 2 * keys * dtype.itemsize * (prompt + completion)
+    each += 4 * (18 * hidden + 5 * _feed_forward(config, hidden)) * prompt + 40 * vocabulary
+    return max(int(SHARE * free_bytes(embedding.device)) // each, 1)
 
 
 def _table(path: str) -> dict[str, int]:

@@ -173,7 +173,8 @@ class RolloutConfig(Section):
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample from the entries whose probability is at least this share of the likeliest one's. 0 switches it off."""
     batch_size: int | None = Field(None, ge=1)
-    """For transformers: how many completions are drawn at a time. It changes none of them. The default is all."""
+    """For transformers: how many completions are drawn at a time. It changes none of them. The default is as many as
+    are expected to fit what the device has free then. Where memory runs out, half as many are drawn."""
     dynamic_sampling: bool = False
     """DAPO's: leave out groups whose rewards are all equal, and sample other prompts in their place. The compared
     reward is the sum over functions and reward model, before reward.overlong_cache lowers it."""

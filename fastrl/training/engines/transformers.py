@@ -16,6 +16,7 @@ from fastrl.models.lm_head import TOLERANCE
 from fastrl.models.recording import last_processor, record_sampling
 from fastrl.models.routing import record_routing
 from fastrl.training.common.data import Example
+from fastrl.training.common.expected_memory import fitting_completions
 from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.policy import Policy, autocast, exact_dtype, left_pad
@@ -31,7 +32,7 @@ class TransformersEngine:
     """Draws with the policy's own weights, each completion from a seed of its own, in whatever batch it is."""
 
     def __init__(self, policy: Policy, batch_size: int | None, pads: bool = True) -> None:
-        """`batch_size` completions are drawn at a time; None means all of them.
+        """`batch_size` completions are drawn at a time; None means as many as fit what the device has free.
 
         Prompts of several lengths are padded to one, or without `pads` drawn one length after the other.
         """
@@ -54,12 +55,20 @@ class TransformersEngine:
         # Every batch is padded to the longest prompt of all: that keeps results apart from batch_size in one way.
         ids = [list(request.token_ids) for request, _ in rows]
         prompts, mask = left_pad(ids, self.policy.pad_token_id, self.policy.device)
-        size = self.batch_size or len(rows)
-        for first in range(0, len(rows), size):
-            part = slice(first, first + size)
-            limits = torch.tensor([request.max_tokens for request, _ in rows[part]], device=prompts.device)
-            seeds = [seed_of(request.seed, number) for request, number in rows[part]]
-            yield from self._draw(prompts[part], mask[part], limits, seeds, sampling)
+        limits = torch.tensor([request.max_tokens for request, _ in rows], device=prompts.device)
+        seeds = [seed_of(request.seed, number) for request, number in rows]
+        lengths = prompts.shape[1], int(limits.max())
+        size = self.batch_size or fitting_completions(self.policy.model, self.policy.dtype, *lengths)
+        batches, first = MicroBatches(min(size, len(rows)) * sum(lengths)), 0
+
+        def draw() -> list[Completion]:
+            part = slice(first, first + max((batches.limit or 0) // sum(lengths), 1))
+            return self._draw(prompts[part], mask[part], limits[part], seeds[part], sampling)
+
+        while first < len(rows):
+            drawn = batches.fitted(draw)
+            yield from drawn
+            first += len(drawn)
 
     def update_weights(self, version: str, weights: Weights) -> None:
         """Nothing to do: they are the policy's."""

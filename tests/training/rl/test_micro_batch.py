@@ -1,14 +1,20 @@
 """Micro-batches of at most so many tokens: how rows are cut, and that memory that runs out halves them once."""
 
+import functools
 import random
 from itertools import combinations
 
 import pytest
 import torch
+from own_engine import generate
 from run_files import repeatable
 
+import fastrl.training.common.expected_memory as expected_memory
 import fastrl.training.rl.update as updating
+from fastrl.training.common.data import Example
 from fastrl.training.common.micro_batch import MicroBatches, Shape
+from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.engines.transformers import TransformersEngine
 from fastrl.training.rl.train import train
 
 
@@ -55,6 +61,9 @@ class OutOfMemory:
     def __init__(self, function, *fails):
         self.function, self.fails, self.calls = function, fails, 0
 
+    def __get__(self, instance, owner):
+        return functools.partial(self, instance)
+
     def __call__(self, *args, **kwargs):
         self.calls += 1
         if self.calls in self.fails:
@@ -89,3 +98,18 @@ def test_a_run_that_ran_out_of_memory_goes_on_as_if_it_had_not(make_config, monk
     monkeypatch.setattr(updating, "linear_policy_loss", OutOfMemory(updating.linear_policy_loss, 2))
     assert numbers("cut") == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert "going on with micro-batches of 40 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("free", [10**12, 1])
+def test_completions_are_drawn_as_memory_allows_and_are_the_same(policy, monkeypatch, capsys, free):
+    """All at a time, or one by one; and half as many where memory runs out."""
+    examples, settings = [Example("", {}, [3, 4, 1])] * 6, RolloutConfig(max_new_tokens=5)
+    expected = generate(policy, examples, settings)
+    monkeypatch.setattr(expected_memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(
+        TransformersEngine, "_draw", draw := OutOfMemory(TransformersEngine._draw, 2 if free == 1 else 1)
+    )
+    found = generate(policy, examples, settings)
+    assert torch.equal(found.input_ids, expected.input_ids)
+    assert draw.calls == (7 if free == 1 else 3)  # six, or two halves, and the one that failed
+    assert "out of memory" in capsys.readouterr().err

@@ -2,34 +2,11 @@
 
 from collections import Counter
 
-import pytest
 import torch
-from run_files import repeatable
 
-import fastrl.training.rl.train as stepping
 from fastrl.training.engines.transformers import _Race
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_tokens_are_the_same_for_any_batch_size(trained, spy, top_p):
-    rollouts = spy(stepping, "update", lambda _, run, rollout: rollout)
-    runs = []
-    for size in (None, 1, 3):
-        rollout = {"batch_size": size, "top_p": top_p, "prompts_per_step": 2, "max_new_tokens": 3}
-        apart = {"data": {"eval_path": None}, "evaluation": {"every": None, "metrics": []}}
-        config = trained(f"run-{size}", rollout=rollout, **apart)
-        runs.append((rollouts[-2:], repeatable(config)))
-    (whole, records), *others = runs
-    for parts, found in others:
-        for ours, theirs in zip(whole, parts, strict=True):
-            assert torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(ours.mask, theirs.mask)
-        assert len(found) == 2 and all(
-            ours == pytest.approx(theirs, rel=1e-5, abs=1e-6) for ours, theirs in zip(records, found, strict=True)
-        )
-    ids = whole[0].input_ids
-    assert len(ids.unique(dim=0)) > len(ids) / 2  # the completions of a prompt differ
 
 
 def test_tokens_are_drawn_with_their_probabilities_in_every_step():
