@@ -354,7 +354,7 @@ TESTED_IN: dict[str, tuple[str | None, ...]] = {
         "docs/test_features_of_engines.py::test_an_engine_of_ones_own_sleeps_and_records_experts",
     ),
     "a seed for each request": (
-        "training/rl/test_random_numbers.py::test_tokens_are_the_same_for_any_batch_size",
+        "training/rl/test_equal_runs.py::test_steps_do_not_depend_on_batches",
         "training/engines/test_vllm.py::test_what_is_asked_for_is_drawn",
         "training/engines/test_vllm_process.py::test_parameters_of_a_request",
         "training/engines/test_sglang.py::test_a_request_for_each_completion",

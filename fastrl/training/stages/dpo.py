@@ -104,7 +104,7 @@ class PreferenceStage(PolicyStage[Pair]):
             for part in tqdm(parts, desc="reference", unit="batch", disable=None if rows else True):
                 rollout = as_rollout(self.policy, both([rows[row] for row in part]))
                 sums = rollout_logprobs(reference, rollout, 1.0, whole, self.memory_budget).sum(1)
-                logprobs[part] = sums.view(2, -1).T.cpu()
+                logprobs[part] = sums.view(2, -1).T
 
         micro_batches.fitted(fill)
         return logprobs
