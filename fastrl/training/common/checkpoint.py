@@ -25,10 +25,10 @@ from fastrl.base.errors import UserError, out_of_memory
 from fastrl.base.json_text import to_json
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.training.common.checksums import CHECKSUMS, damage, write_checksums
-from fastrl.training.common.expected_memory import with_tokens
 from fastrl.training.common.files import remove, whole_directory
 from fastrl.training.common.lock import sole_writer
 from fastrl.training.common.log import check_output
+from fastrl.training.common.micro_batch import with_tokens
 from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.saving import save_pretrained
 from fastrl.training.common.sections import LoggingConfig

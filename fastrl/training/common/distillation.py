@@ -1,7 +1,6 @@
 """Distillation: a frozen teacher, and the divergence of the policy from it on the tokens of completions."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,28 +59,19 @@ class Distillation:
         shared: dict[str, Any] = {"temperature": self.temperature, "memory_budget": self.memory_budget}
         if self.top_k is None:
 
-            def divergence(teacher_states: Tensor) -> DivergenceLoss:
-                head = self.teacher.head
+            def divergence(*teacher: Tensor, softcap: float | None, logits_dtype: Any, **head: Any) -> DivergenceLoss:
+                head |= {"softcap": softcap or 0}  # None would be the policy's
+                head = {f"teacher_{name}": x for name, x in head.items()}
+                sizes = {"num_tokens": count, "denominator": denominator}
                 return policy.apply_head(
-                    linear_divergence,
-                    states,
-                    teacher_states,
-                    head.weight,
-                    mask=mask,
-                    num_tokens=count,
-                    denominator=denominator,
-                    teacher_bias=head.arguments["bias"],
-                    teacher_logit_scale=head.arguments["logit_scale"],
-                    teacher_softcap=head.arguments["softcap"] or 0,  # None would be the policy's
-                    **kind,
-                    **shared,
+                    linear_divergence, states, *teacher, mask=mask, **sizes, **head, **kind, **shared
                 )
 
-            result = self.teacher.compute(divergence, teacher_states)
+            result = self.teacher.apply_head(divergence, teacher_states)
             return result.loss, result.per_token.sum()
         if mask is not None:
             states, teacher_states = states[mask], teacher_states[mask]
-        ids, teacher_logprobs = self.teacher.compute(partial(self._likeliest, self.top_k), teacher_states)
+        ids, teacher_logprobs = self.teacher.apply_head(self._likeliest, teacher_states, self.top_k)
         logprobs = policy.apply_head(linear_gathered_logprobs, states, ids, **shared)
         total = topk_divergence(logprobs, teacher_logprobs, tail=True, **kind).sum()
         return total / denominator, total.detach()
@@ -100,16 +90,17 @@ class Distillation:
         return stats.logprobs.sum()
 
     @torch.no_grad()
-    def _likeliest(self, count: int, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _likeliest(
+        self, states: Tensor, weight: Tensor, count: int, *, bias: Tensor | None, logits_dtype: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         """The teacher's `count` likeliest ids of each token, int64, and their log-probabilities, float32: (N, count).
 
         `states` (N, H) are its hidden states; a tile of logits is formed at a time.
         """
-        head, device, dtype = self.teacher.head, states.device, self.teacher.dtype
-        options = dict(head.arguments)
-        bias, wide = options.pop("bias"), checks.float32_logits(options.pop("logits_dtype"), dtype)
+        device, dtype = states.device, self.teacher.dtype
+        wide = checks.float32_logits(logits_dtype, dtype)
         # Cast once: autocast would cast the head anew for every tile. The budget of the tiles leaves this copy out.
-        weight, bias = head.weight.to(dtype), None if bias is None else bias.to(dtype)
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         budget = parse_budget(self.memory_budget) or default_budget(device.type, device.index)
         size = min(TILE_BYTES.get(device.type, TILE_BYTES["cpu"]), budget)
         rows = max(size // (LOGIT_BYTES * len(weight) + ENTRY_BYTES * (count + 1)), 1)

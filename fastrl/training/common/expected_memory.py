@@ -15,6 +15,7 @@ import torch
 
 from fastrl.planning.budget import BudgetTooSmall, memory_bytes
 from fastrl.planning.plans import Plan
+from fastrl.training.common.micro_batch import MicroBatches, with_tokens
 from fastrl.training.common.policy import layers_of
 from fastrl.training.common.sections import ModelConfig
 
@@ -84,8 +85,10 @@ def free_bytes(device: torch.device) -> int:
     return min(1024 * machine.get("MemAvailable:", size // 1024), size - container.get("anon", 0))
 
 
-def fitting_completions(model: Any, dtype: torch.dtype, prompt: int, completion: int) -> int:
-    """How many completions of so many tokens `generate` can draw at a time in what the device has free; 1 or more.
+def fitting_completions(model: Any, dtype: torch.dtype, count: int, prompt: int, completion: int) -> int:
+    """The largest of count, count / 2, ... completions of so many tokens that `generate` can draw at a time, or 1.
+
+    That depends on what the device has free now.
 
     Modelled: keys and values of each layer, a layer's activations of the prompt, and logits as processors sort them, in
     float32 with int64 indices. Recurrent layers and sliding windows keep less.
@@ -97,7 +100,10 @@ def fitting_completions(model: Any, dtype: torch.dtype, prompt: int, completion:
     keys = (getattr(config, "num_key_value_heads", None) or heads) * width * max(len(layers_of(model)), 1)
     each = 2 * keys * dtype.itemsize * (prompt + completion)
     each += 4 * (18 * hidden + 5 * _feed_forward(config, hidden)) * prompt + 40 * vocabulary
-    return max(int(SHARE * free_bytes(embedding.device)) // each, 1)
+    free = SHARE * free_bytes(embedding.device)
+    while count > 1 and count * each > free:
+        count = -(-count // 2)
+    return count
 
 
 def _table(path: str) -> dict[str, int]:
@@ -106,35 +112,50 @@ def _table(path: str) -> dict[str, int]:
     return {name: int(number) for name, number, *_ in map(str.split, lines)}
 
 
-def largest_limit(whole: int, expect: Callable[[int], Expected], free: float) -> int:
-    """The largest of whole, whole / 2, whole / 4 ... tokens with which what a run takes fits; 1 if none does.
+def largest_limit(whole: int, alone: int, expect: Callable[[int], Expected], free: float) -> int:
+    """The largest of whole, whole / 2, whole / 4 ... tokens with which what a run takes fits.
 
-    Halves, so that a little more or less free memory seldom makes another run of it: other sizes round differently.
+    If none does, `alone`, the largest row's: cutting the others up takes no less. Halves, so that a little more or less
+    free memory seldom makes another run of it: other sizes round differently.
     """
     tokens = whole
     while tokens > 1:
         try:
-            if expect(tokens).more <= free:
+            if expect(tokens).more <= free or tokens == alone:
                 break
-        except BudgetTooSmall:
+        except BudgetTooSmall:  # which may fit the largest row but not two that are as large together
             pass
-        tokens = -(-tokens // 2)
+        half = -(-tokens // 2)
+        tokens = max(half, alone) if tokens > alone else half
     return tokens
 
 
-def sized(
-    config: Any, whole: int, expect: Callable[[int], Expected], device: torch.device, reserved: float = 0.0
-) -> tuple[Any, Expected]:
-    """The config with the tokens of its micro-batches, chosen if it names none, and what its run is expected to take.
+def with_micro_batches(
+    config: Any,
+    models: Sequence[torch.nn.Module],
+    sizes: tuple[int, int, int],
+    plans: Callable[[int], Sequence[Plan]],
+    *,
+    reserved: float = 0.0,
+    text: int = 0,
+    cut: bool = True,
+) -> tuple[Any, MicroBatches, Expected]:
+    """The config with the tokens of its micro-batches, these, and what the run is expected to take.
 
-    A number that is chosen, `whole` or less, fits what the device has free now, but for what is `reserved`.
+    A number that is not given is an update's, halved until the run fits what the device has free now, but for what is
+    `reserved`. `models`: the trained one first; `sizes`: tokens of an update, of its largest row and of its longest
+    sequence; `plans`: of the losses, for so many tokens; `text`: activations of a forward of text, in bytes. Without
+    `cut` an update stays whole.
     """
-    given, free = config.training.micro_batch_tokens, SHARE * free_bytes(device) - reserved
-    tokens = given or largest_limit(whole, expect, free)
-    return with_tokens(config, tokens), expect(tokens)
+    (whole, alone, longest), packed = sizes, getattr(config.training, "packing", False)
 
+    def expect(tokens: int) -> Expected:
+        most = min(max(tokens, alone), whole)
+        held = activation_bytes(models[0], config.model, most, most if packed else longest)
+        return expected(models, max(held, text), plans(tokens))
 
-def with_tokens(config: Any, tokens: int | None) -> Any:
-    """The config with micro-batches of so many tokens, for what the run saves."""
-    training = config.training.model_copy(update={"micro_batch_tokens": tokens})
-    return config.model_copy(update={"training": training})
+    if not cut:
+        return config, MicroBatches(whole, packed), expect(whole)
+    free = SHARE * free_bytes(next(models[0].parameters()).device) - reserved
+    tokens = min(config.training.micro_batch_tokens or largest_limit(whole, alone, expect, free), whole)
+    return with_tokens(config, tokens), MicroBatches(tokens, packed), expect(tokens)

@@ -5,7 +5,7 @@ Checked before the model is loaded, with the sizes in its config, and again once
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher
 from fastrl.training.common.loading import load_config
 from fastrl.training.common.optimizer import cpu_threads
 from fastrl.training.common.policy import Policy, logits_dtype
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.common.sections import BudgetConfig, ModelConfig, RolloutConfig
 
 ON_POLICY = Given(old=False)
 
@@ -90,19 +90,7 @@ class LossCall:
         return (limit if self.truncated.top_k else 1), limit > widest_support(vocab, device, dtype.itemsize)
 
 
-class Budgeted(Protocol):
-    """A [training] table with a budget."""
-
-    @property
-    def memory_budget(self) -> str | None:
-        """The budget, as the losses take it."""
-
-    @property
-    def threads(self) -> int | None:
-        """Torch's CPU threads, each of which needs some memory."""
-
-
-def chosen_plans(training: Budgeted, config: ModelConfig, policy: Policy, calls: Iterable[LossCall]) -> list[Plan]:
+def chosen_plans(training: BudgetConfig, config: ModelConfig, policy: Policy, calls: Iterable[LossCall]) -> list[Plan]:
     """The plan of each call. Raises BudgetTooSmall if there is none."""
     head, size = policy.head, parse_budget(training.memory_budget)
     (vocab, hidden), bias = head.weight.shape, head.arguments["bias"] is not None
@@ -111,7 +99,7 @@ def chosen_plans(training: Budgeted, config: ModelConfig, policy: Policy, calls:
 
 
 def check_budget(
-    training: Budgeted,
+    training: BudgetConfig,
     config: ModelConfig,
     device: torch.device,
     calls: Iterable[LossCall],

@@ -4,7 +4,7 @@ import bisect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -37,37 +37,40 @@ class MicroBatches:
 
     limit: int | None
     packed: bool = False
+    name: str = "micro-batches"
     halved: bool = False
 
     def cut(self, shapes: Sequence[Shape]) -> list[list[int]]:
         """The indices of rows of these shapes in each micro-batch, the longest rows first.
 
-        Memory runs out in the first one or in none. They are as few as rows in this order allow, and the largest of so
-        many is as small as can be. A row that is longer than the limit has one of its own.
+        They are as few as rows in this order allow, and the largest of so many is as small as can be. A row that is
+        longer than the limit has one of its own.
         """
         if self.limit is None:
             return [list(range(len(shapes)))] if shapes else []
         order = sorted(range(len(shapes)), key=lambda row: -(shapes[row].prompt + shapes[row].completion))
 
         def within(limit: int) -> list[list[int]]:
-            parts: list[list[int]] = []
-            held = None
+            parts, held = list[list[int]](), Shape(0, 0, 0, 0)
             for row in order:
-                more = shapes[row] if held is None else held + shapes[row]
-                if held is None or more.size(self.packed) > limit:
+                held += shapes[row]
+                if not parts or held.size(self.packed) > limit:
                     parts.append([])
-                    more = shapes[row]
+                    held = shapes[row]
                 parts[-1].append(row)
-                held = more
             return parts
 
         fewest = len(within(self.limit))
         return within(bisect.bisect_left(range(self.limit), True, key=lambda limit: len(within(limit)) <= fewest))
 
-    def fitted(self, compute: Callable[[], T]) -> T:
-        """`compute()`. Where memory runs out, once in a run, the limit is halved and it is called again.
+    def noted(self, config: Any) -> Any:
+        """The config with the limit, if it was halved, for a checkpoint: the run would halve it again."""
+        return with_tokens(config, self.limit) if self.halved else config
 
-        What it has done until then must not matter. That is the same sum: it does not depend on the cut.
+    def fitted(self, compute: Callable[[], T]) -> T:
+        """`compute()`. Where memory runs out, the limit is halved, once, and it is called again.
+
+        What it has done until then must not matter, and nor must the cut.
         """
         if self.halved or self.limit is None:
             return compute()
@@ -81,5 +84,11 @@ class MicroBatches:
         self.limit, self.halved = -(-self.limit // 2), True
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        print(f"fastrl: out of memory: {reason}; going on with micro-batches of {self.limit} tokens", file=sys.stderr)
+        print(f"fastrl: out of memory: {reason}; going on with {self.name} of {self.limit} tokens", file=sys.stderr)
         return compute()
+
+
+def with_tokens(config: Any, tokens: int | None) -> Any:
+    """The config with micro-batches of so many tokens, for what the run saves."""
+    training = config.training.model_copy(update={"micro_batch_tokens": tokens})
+    return config.model_copy(update={"training": training})

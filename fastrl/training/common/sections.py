@@ -70,12 +70,33 @@ class MachineConfig(Section):
     """The device and the random seed."""
 
     seed: int = Field(0, ge=0, lt=2**32)
-    """The seed of the random numbers of Python, NumPy and torch."""
+    """The seed of all of the run's random numbers."""
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on. auto takes cuda if there is a GPU."""
     threads: int | None = Field(None, ge=1, le=1024)
     """The number of torch's CPU threads. The default is torch's, the number of cores. With 1 a tiny model is as fast,
     and on a machine that has other work far faster. Numbers repeat exactly only for the same number of threads."""
+
+
+class MicroBatchConfig(MachineConfig):
+    """How an update is computed."""
+
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """The most tokens in one forward and backward, prompts included, and padding unless packed. A sequence, a pair or a
+    prompt's responses that are longer are computed on their own. Gradients are added up over an update. The default is
+    all of an update, or as many halves of it as make the expected memory fit what the device has free at the start;
+    --resume keeps it. Where memory runs out, it is halved, once."""
+
+
+class BudgetConfig(MicroBatchConfig):
+    """How an update with a loss over the vocabulary is computed."""
+
+    packing: bool = False
+    """Concatenate the sequences of a micro-batch, without padding. It is fast with model.attention =
+    "flash_attention_2"; other kinds compute a dense mask of the whole row."""
+    memory_budget: Budget = None
+    """The most temporary memory of the fused losses, such as "512MiB". The default is a sixteenth of the device's
+    memory."""
 
 
 #: Command -> its peak learning rate for all weights, and for adapters, which take about ten times as much.
@@ -173,8 +194,9 @@ class RolloutConfig(Section):
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample from the entries whose probability is at least this share of the likeliest one's. 0 switches it off."""
     batch_size: int | None = Field(None, ge=1)
-    """For transformers: how many completions are drawn at a time. It changes none of them. The default is as many as
-    are expected to fit what the device has free then. Where memory runs out, half as many are drawn."""
+    """For transformers: how many completions are drawn at a time, which changes them by rounding only. The default is
+    all, or as many halves of them as are expected to fit what the device has free then. Where memory runs out, it is
+    halved, once."""
     dynamic_sampling: bool = False
     """DAPO's: leave out groups whose rewards are all equal, and sample other prompts in their place. The compared
     reward is the sum over functions and reward model, before reward.overlong_cache lowers it."""

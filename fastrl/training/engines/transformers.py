@@ -17,7 +17,7 @@ from fastrl.models.recording import last_processor, record_sampling
 from fastrl.models.routing import record_routing
 from fastrl.training.common.data import Example
 from fastrl.training.common.expected_memory import fitting_completions
-from fastrl.training.common.micro_batch import MicroBatches
+from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.policy import Policy, autocast, exact_dtype, left_pad
 from fastrl.training.common.rollout import rollout_logprobs
@@ -36,7 +36,7 @@ class TransformersEngine:
 
         Prompts of several lengths are padded to one, or without `pads` drawn one length after the other.
         """
-        self.policy, self.batch_size, self.pads = policy, batch_size, pads
+        self.policy, self.batch_size, self.pads, self.halved = policy, batch_size, pads, False
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
@@ -50,7 +50,7 @@ class TransformersEngine:
             for index in group:
                 yield index, list(islice(completions, requests[index].n))
 
-    def _draw_padded(self, rows: Sequence[tuple[Request, int]], sampling: Sampling) -> Iterator[Completion]:
+    def _draw_padded(self, rows: Sequence[tuple[Request, int]], sampling: Sampling) -> list[Completion]:
         """A completion for each row, a request and a number among its completions, a batch at a time."""
         # Every batch is padded to the longest prompt of all: that keeps results apart from batch_size in one way.
         ids = [list(request.token_ids) for request, _ in rows]
@@ -58,17 +58,19 @@ class TransformersEngine:
         limits = torch.tensor([request.max_tokens for request, _ in rows], device=prompts.device)
         seeds = [seed_of(request.seed, number) for request, number in rows]
         lengths = prompts.shape[1], int(limits.max())
-        size = self.batch_size or fitting_completions(self.policy.model, self.policy.dtype, *lengths)
-        batches, first = MicroBatches(min(size, len(rows)) * sum(lengths)), 0
+        size = self.batch_size or fitting_completions(self.policy.model, self.policy.dtype, len(rows), *lengths)
+        batches = MicroBatches(size * sum(lengths), name="batches of completions", halved=self.halved)
+        drawn: list[Completion] = []
 
-        def draw() -> list[Completion]:
-            part = slice(first, first + max((batches.limit or 0) // sum(lengths), 1))
-            return self._draw(prompts[part], mask[part], limits[part], seeds[part], sampling)
+        def draw() -> None:
+            for some in batches.cut([Shape(1, *lengths, sum(lengths))] * (len(rows) - len(drawn))):
+                part = slice(len(drawn), len(drawn) + len(some))
+                drawn.extend(self._draw(prompts[part], mask[part], limits[part], seeds[part], sampling))
 
-        while first < len(rows):
-            drawn = batches.fitted(draw)
-            yield from drawn
-            first += len(drawn)
+        batches.fitted(draw)
+        if batches.halved and not self.halved:
+            self.batch_size, self.halved = -(-size // 2), True
+        return drawn
 
     def update_weights(self, version: str, weights: Weights) -> None:
         """Nothing to do: they are the policy's."""

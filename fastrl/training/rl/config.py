@@ -8,9 +8,8 @@ from fastrl import RolloutCorrection
 from fastrl.training.common.data_config import HeldOutConfig, PromptsConfig
 from fastrl.training.common.reward import name_of
 from fastrl.training.common.sections import (
-    Budget,
+    BudgetConfig,
     FileLocation,
-    MachineConfig,
     ModelConfig,
     OptimizerConfig,
     RewardConfig,
@@ -199,7 +198,7 @@ class PretrainingConfig(Section):
     """The number of tokens per sequence."""
 
 
-class TrainingConfig(MachineConfig):
+class TrainingConfig(BudgetConfig):
     """Steps, updates and memory."""
 
     steps: int = Field(100, ge=1)
@@ -208,16 +207,6 @@ class TrainingConfig(MachineConfig):
     """The number of passes over each rollout."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per pass: the rollout is shuffled and split into this many minibatches."""
-    micro_batch_tokens: int | None = Field(None, ge=1)
-    """The most tokens in one forward and backward, prompts included, and padding unless packing. A sequence that is
-    longer is computed on its own. Gradients are added up over a minibatch. The default is a whole minibatch, or as many
-    halves of it as make the expected memory fit what the device has free at the start; --resume keeps it. Where memory
-    runs out it is halved, once."""
-    packing: bool = False
-    """Concatenate the sequences of a micro-batch, without padding."""
-    memory_budget: Budget = None
-    """The most temporary memory of the fused losses, such as "512MiB". The default is a sixteenth of the device's
-    memory."""
     max_skipped_updates: int = Field(10, ge=1)
     """An update whose loss or gradient is not finite is skipped: weights, optimizer and schedule stay as they are, and
     the batch is saved under output_dir/skipped. After this many skipped updates in a row the run stops."""

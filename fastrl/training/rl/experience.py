@@ -124,8 +124,6 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
     numbers |= run.functions.failures("reward")
     if settings.dynamic_sampling:
         numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
-
-    if settings.dynamic_sampling:
         run.rollouts.begin(run.step, numbers)
     rollout = join(rollouts)
     if rollout.weights_step is not None and settings.engine != "transformers":

@@ -8,8 +8,9 @@ import torch
 from fastrl import REINFORCE, Objective
 from fastrl.objectives.row_local import Given
 from fastrl.planning.budget import memory_bytes
+from fastrl.training.common import expected_memory
 from fastrl.training.common.distillation import teacher_width
-from fastrl.training.common.expected_memory import Expected, activation_bytes, expected, sized
+from fastrl.training.common.expected_memory import Expected, activation_bytes
 from fastrl.training.common.memory_needs import LossCall, chosen_plans
 from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import Policy
@@ -23,7 +24,8 @@ def loss_calls(config: Config, objective: Objective, tokens: int) -> list[LossCa
     training, sampling, pretraining = config.training, config.rollout, config.pretraining
     longest = sampling.max_new_tokens
     # A micro-batch's completions, all of them at their longest; one that is longer than the limit is on its own.
-    update = min(max(tokens, longest), config.minibatch * longest)
+    whole = config.minibatch * longest
+    update = whole if ranks_tokens(objective) else min(max(tokens, longest), whole)
     on_policy = training.epochs * training.minibatches == 1
     distillation = config.distillation
     sampled = distillation is not None and distillation.form == "sampled"
@@ -64,38 +66,23 @@ def _distillation_calls(
     return calls
 
 
-def least_tokens(config: Config, objective: Objective) -> int:
-    """The tokens of a micro-batch's completions, or the least that may be chosen."""
-    whole = config.minibatch * config.rollout.max_new_tokens
-    return config.training.micro_batch_tokens or (whole if ranks_tokens(objective) else 1)
-
-
 def with_micro_batches(
     config: Config, objective: Objective, policy: Policy, others: Sequence[torch.nn.Module], longest: int | None
 ) -> tuple[Config, MicroBatches, Expected]:
-    """The config with the tokens of its micro-batches, these, and what the run is expected to take.
+    """As `expected_memory.with_micro_batches`.
 
-    A number that is not given is a whole minibatch's, halved until the run fits what the device has free now. `others`
-    are the run's other models, on the device as the policy is, and `longest` is a sequence's length, if it is known.
+    `others` are the run's other models, on the device as the policy is, `longest` a sequence's length, if it is known.
     """
-    length = longest or 2 * config.rollout.max_new_tokens
-    whole = config.minibatch * length
-    settings, training, text = config.model, config.training, config.pretraining
-
-    def expect(tokens: int) -> Expected:
-        most = min(max(tokens, length), whole)
-        held = activation_bytes(policy.model, settings, most, most if training.packing else length)
-        if text is not None:
-            held = max(held, activation_bytes(policy.model, settings, text.batch_size * text.length, text.length))
-        plans = chosen_plans(training, settings, policy, loss_calls(config, objective, tokens))
-        return expected([policy.model, *others], held, plans)
-
-    if ranks_tokens(objective):  # its updates are not cut
-        return config, MicroBatches(whole, training.packing), expect(whole)
-    config, memory = sized(config, whole, expect, policy.device, _engine_bytes(config, policy))
-    # Not more than in an update, for which the memory was looked at.
-    limit = min(config.training.micro_batch_tokens or whole, whole)
-    return config, MicroBatches(limit, training.packing), memory
+    length, text = longest or 2 * config.rollout.max_new_tokens, config.pretraining
+    return expected_memory.with_micro_batches(
+        config,
+        [policy.model, *others],
+        (config.minibatch * length, length, length),
+        lambda tokens: chosen_plans(config.training, config.model, policy, loss_calls(config, objective, tokens)),
+        reserved=_engine_bytes(config, policy),
+        text=activation_bytes(policy.model, config.model, text.batch_size * text.length, text.length) if text else 0,
+        cut=not ranks_tokens(objective),
+    )
 
 
 def _engine_bytes(config: Config, policy: Policy) -> float:

@@ -1,7 +1,6 @@
 """All objects of a run, made from its config: models, objective, rewards, data, what changes by step; checkpoints."""
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from fastrl import KL, CovarianceClip, Objective
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
-from fastrl.training.common.checkpoint import Trained, read_checkpoint, write_checkpoint
+from fastrl.training.common.checkpoint import Trained, read_checkpoint
 from fastrl.training.common.data import Example, PromptFormat, PromptSampler, Room, TextStream, load_examples
 from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher
 from fastrl.training.common.expected_memory import Expected
@@ -27,7 +26,7 @@ from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.training.rl.critic import Critic
-from fastrl.training.rl.memory import least_tokens, loss_calls, with_micro_batches
+from fastrl.training.rl.memory import loss_calls, with_micro_batches
 from fastrl.training.rl.objective_config import ranks_tokens, reads_sampler
 from fastrl.training.rl.rollouts import Rollouts
 
@@ -90,7 +89,7 @@ def make_run(config: Config) -> Run:
     objective, kl, entropy = _objective(config, device)
     if config.distillation is not None:
         check_teacher(config.distillation, config.model)
-    calls = loss_calls(config, objective, least_tokens(config, objective))
+    calls = loss_calls(config, objective, config.training.micro_batch_tokens or 1)
     check_budget(config.training, config.model, device, calls)
     functions = RewardFunctions(config.reward, config.evaluation.metrics)
     rewards = make_rewards(config.reward, functions, device, config.model.trust_remote_code)
@@ -238,18 +237,9 @@ def resumable(run: Run) -> dict[str, Any]:
     }
 
 
-def save_checkpoint(run: Run, state: Mapping[str, Any]) -> None:
-    """Write the checkpoint of the run's current step. Raises UserError if that fails.
-
-    `state` may be the one before a step that failed. Updates that this step had made are in the weights: resumed, the
-    step is drawn anew from these.
-    """
-    write_checkpoint(run.config, run.config.logging, _trained(run), run.step, state)
-
-
 def load_checkpoint(directory: Path, run: Run) -> None:
     """Restore a new run's objects from a checkpoint. Raises UserError if the dataset is a different one."""
-    numbers, _ = read_checkpoint(directory, _trained(run))
+    numbers, _ = read_checkpoint(directory, trained(run))
     if "rollouts" not in numbers:
         raise UserError(f"{directory}: an earlier version of fastrl wrote it; go on with that one, or start a new run")
     run.step, run.skipped = numbers["step"], numbers["skipped"]
@@ -262,7 +252,8 @@ def load_checkpoint(directory: Path, run: Run) -> None:
             controller.load(numbers[name])
 
 
-def _trained(run: Run) -> Trained:
+def trained(run: Run) -> Trained:
+    """What a checkpoint of the run holds."""
     policy = run.policy
     models: dict[str, torch.nn.Module] = {} if run.critic is None else {"critic.safetensors": run.critic}
     if run.reference is not None and run.config.kl is not None and run.config.kl.sync_every is not None:

@@ -10,7 +10,15 @@ from typing import Any
 
 from fastrl.base.errors import UserError
 from fastrl.training.common.banner import show_end, show_run, show_start
-from fastrl.training.common.checkpoint import SaveClock, as_started, checkpoint_of, due, run_folder, saved_on_error
+from fastrl.training.common.checkpoint import (
+    SaveClock,
+    as_started,
+    checkpoint_of,
+    due,
+    run_folder,
+    saved_on_error,
+    write_checkpoint,
+)
 from fastrl.training.common.facts import run_facts
 from fastrl.training.common.interruption import stop_signals
 from fastrl.training.common.loading import name_of
@@ -22,7 +30,7 @@ from fastrl.training.common.timing import peak_memory, timed
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.evaluation import evaluate
 from fastrl.training.rl.experience import collect
-from fastrl.training.rl.run import Run, data_of, load_checkpoint, make_run, resumable, save_checkpoint
+from fastrl.training.rl.run import Run, data_of, load_checkpoint, make_run, resumable, trained
 from fastrl.training.rl.update import update
 
 # The metrics in a step's line on the terminal, if present.
@@ -119,11 +127,16 @@ def _evaluated(run: Run) -> dict[str, float]:
 
 
 def _save(run: Run, log: RunLog, state: dict[str, Any] | None = None) -> Path:
-    """Save the run after its current step, if it is not yet. Returns the checkpoint."""
+    """Save the run after its current step, if it is not yet. Returns the checkpoint.
+
+    `state` may be the one before a step that failed. Updates that this step had made are in the weights: resumed, the
+    step is drawn anew from these.
+    """
     checkpoint = checkpoint_of(run.config.logging, run.step)
     if not checkpoint.exists():
         log.sync()
-        save_checkpoint(run, state or resumable(run))
+        config = run.cut_updates.noted(run.config)
+        write_checkpoint(config, config.logging, trained(run), run.step, state or resumable(run))
     return checkpoint
 
 

@@ -243,17 +243,12 @@ def pretrain(run: Run, stream: TextStream, policy_loss: Tensor) -> dict[str, Ten
     settings = run.config.pretraining
     assert settings is not None  # or there were no stream
     ids = stream.next(settings.batch_size).to(run.policy.device)
+    sizes = {"num_tokens": ids[:, 1:].numel(), "memory_budget": run.config.training.memory_budget}
     with checkpointing(run.policy.model):
-        loss = settings.coef * _cross_entropy(run, ids)
+        states = run.policy.states(ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1]
+        loss = settings.coef * run.policy.apply_head(linear_cross_entropy, states, ids[:, 1:], **sizes)
         loss.backward()
     return {"pretraining_loss": loss.detach(), "loss": policy_loss + loss.detach()}
-
-
-def _cross_entropy(run: Run, ids: Tensor) -> Tensor:
-    """The mean cross-entropy of text sequences (B, S)."""
-    states, targets = run.policy.states(ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1], ids[:, 1:]
-    sizes = {"num_tokens": targets.numel(), "memory_budget": run.config.training.memory_budget}
-    return run.policy.apply_head(linear_cross_entropy, states, targets, **sizes)
 
 
 def _mismatch(logprobs: Tensor, sampler: Tensor, mask: Tensor | None) -> dict[str, Tensor]:

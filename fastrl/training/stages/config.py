@@ -10,10 +10,11 @@ from fastrl import PREFERENCES, Preference
 from fastrl.training.common.data_config import HeldOutConfig, PromptsConfig
 from fastrl.training.common.preset_config import PresetConfig, Presets
 from fastrl.training.common.sections import (
-    Budget,
+    BudgetConfig,
     FileLocation,
     LoggingConfig,
     MachineConfig,
+    MicroBatchConfig,
     ModelConfig,
     OptimizerConfig,
     RewardConfig,
@@ -25,31 +26,20 @@ from fastrl.training.common.sections import (
 from fastrl.training.common.settings import Location, Section
 
 
-class TrainingConfig(MachineConfig):
+class TrainingConfig(MicroBatchConfig):
     """Epochs, updates and memory."""
 
     epochs: int = Field(1, ge=1)
     """The number of passes over the data, each in a new random order."""
     batch_size: int = Field(32, ge=1)
     """Rows of the data per update."""
-    micro_batch_tokens: int | None = Field(None, ge=1)
-    """The most tokens in one forward and backward, prompts included, and padding unless packing. A row that is longer
-    is computed on its own. Gradients are added up over an update. The default is all rows of an update, or as many
-    halves of them as make the expected memory fit what the device has free at the start; --resume keeps it. Where
-    memory runs out it is halved, once."""
     max_length: int | None = Field(None, ge=2)
     """The most tokens of a prompt and its completion together. A longer row is an error. The default is the model's
     context."""
 
 
-class TokenTrainingConfig(TrainingConfig):
+class TokenTrainingConfig(TrainingConfig, BudgetConfig):
     """Epochs, updates and memory."""
-
-    packing: bool = False
-    """Concatenate the sequences of a micro-batch, without padding."""
-    memory_budget: Budget = None
-    """The most temporary memory of the fused loss, such as "512MiB". The default is a sixteenth of the device's
-    memory."""
 
 
 class DataConfig(HeldOutConfig):

@@ -31,7 +31,7 @@ from fastrl.training.common.checkpoint import (
     write_checkpoint,
 )
 from fastrl.training.common.checksums import digest
-from fastrl.training.common.expected_memory import Expected, activation_bytes, expected, sized
+from fastrl.training.common.expected_memory import with_micro_batches
 from fastrl.training.common.facts import run_facts
 from fastrl.training.common.files import whole_directory
 from fastrl.training.common.interruption import stop_signals
@@ -211,7 +211,8 @@ def fit(
     saved, before any work, and for a loss or a gradient that is not finite.
     """
     shapes, device = [stage.shape(row) for row in rows + held_out], next(stage.model.parameters()).device
-    config, micro_batches, memory = _with_micro_batches(as_started(config, checkpoint), stage, shapes, plans, device)
+    sizes = _sizes(shapes, config.training.batch_size, getattr(config.training, "packing", False))
+    config, micro_batches, memory = with_micro_batches(as_started(config, checkpoint), stage.models, sizes, plans)
     training, logging, started = config.training, config.logging, time.perf_counter()
     merged = [stage.model.get_base_model()] if stage.has_adapters else []
     check_savable(name_of(config.model), stage.tokenizer, [stage.model, *merged], logging.output_dir)
@@ -225,8 +226,8 @@ def fit(
         step, computed = 0, {field: stage.before(dataset, micro_batches) for field, dataset in sets.items()}
         kept = {field: tensor for field, tensor in computed.items() if tensor is not None}
     else:
-        state, kept = read_checkpoint(checkpoint, trained)
-        step = state["step"]
+        state, tensors = read_checkpoint(checkpoint, trained)
+        step, kept = state["step"], {field: tensors[field] for field in sets if field in tensors}
     rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
     interrupted = None
     first, facts = step, run_facts(config, name, stage.model, device)
@@ -241,7 +242,7 @@ def fit(
             directory = checkpoint_of(logging, step)
             if step and not directory.exists():
                 log.sync()
-                write_checkpoint(config, logging, trained, step, {}, kept)
+                write_checkpoint(micro_batches.noted(config), logging, trained, step, {}, kept)
             return directory if step else None
 
         def evaluated() -> dict[str, float]:
@@ -284,30 +285,12 @@ def fit(
         return log.summarize({"steps": step, "seconds": seconds, "resumed": first, "interrupted": interrupted})
 
 
-def _with_micro_batches(
-    config: StageConfig,
-    stage: Stage[Any],
-    shapes: list[Shape],
-    plans: Callable[[int], list[Plan]],
-    device: torch.device,
-) -> tuple[StageConfig, MicroBatches, Expected]:
-    """The config with the tokens of its micro-batches, these, and what the run is expected to take.
-
-    `shapes` are those of all rows, `plans` as in `fit`.
-    """
-    packed, rows = getattr(config.training, "packing", False), config.training.batch_size
+def _sizes(shapes: Sequence[Shape], rows: int, packed: bool) -> tuple[int, int, int]:
+    """The tokens of an update of so many of the rows, of the largest row and of the longest sequence, at most."""
     counts, prompts, completions, totals = zip(*shapes, strict=True)
     sequences, tokens = (sum(sorted(values)[-rows:]) for values in (counts, totals))
     whole = Shape(sequences, max(prompts), max(completions), tokens).size(packed)
-    alone, longest = max(shape.size(packed) for shape in shapes), max(prompts) + max(completions)
-
-    def expect(limit: int) -> Expected:
-        most = min(max(limit, alone), whole)
-        held = activation_bytes(stage.model, config.model, most, most if packed else longest)
-        return expected(stage.models, held, plans(limit))
-
-    config, memory = sized(config, whole, expect, device)
-    return config, MicroBatches(config.training.micro_batch_tokens, packed), memory
+    return whole, max(shape.size(packed) for shape in shapes), max(prompts) + max(completions)
 
 
 def finish(config: StageConfig, name: str, summary: dict[str, Any], following: str) -> int:

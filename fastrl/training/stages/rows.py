@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
     @property
     def shape(self) -> Shape:
         """What it takes in a micro-batch."""
-        return Shape(1, len(self.prompt), len(self.completion), len(self.all))
+        return Shape(1, len(self.prompt), len(self.completion), len(self.prompt) + len(self.completion))
 
     @property
     def all(self) -> list[int]:

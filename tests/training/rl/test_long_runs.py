@@ -88,7 +88,7 @@ def test_a_checkpoint_of_adapters_loads_again(trained, tmp_path, spy):
     trained("base", training={"steps": 1})
     base = tmp_path / "base" / "checkpoints" / "step-000001"
     location = {"config": None, "tokenizer": None}
-    seen = spy(module, "save_checkpoint", lambda _, run, state: run.policy)
+    seen = spy(module, "trained", lambda _, run: run.policy)
     config = trained(**ONE, optimizer=FAST, model=location | {"path": str(base), "lora_rank": 2})
     directory = config.logging.output_dir / "checkpoints" / "step-000003"
     assert (directory / "adapter_model.safetensors").is_file() and not (directory / "model.safetensors").exists()

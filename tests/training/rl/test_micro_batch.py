@@ -1,6 +1,7 @@
 """Micro-batches of at most so many tokens: how rows are cut, and that memory that runs out halves them once."""
 
 import functools
+import json
 import random
 from itertools import combinations
 
@@ -11,6 +12,7 @@ from run_files import repeatable
 
 import fastrl.training.common.expected_memory as expected_memory
 import fastrl.training.rl.update as updating
+from fastrl.training.common.checkpoint import NUMBERS
 from fastrl.training.common.data import Example
 from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.sections import RolloutConfig
@@ -86,7 +88,7 @@ def test_memory_that_runs_out_halves_them_once(capsys):
         MicroBatches(8).fitted(lambda: 1 // 0)
 
 
-def test_a_run_that_ran_out_of_memory_goes_on_as_if_it_had_not(make_config, monkeypatch, capsys):
+def test_a_run_that_ran_out_of_memory_goes_on_as_if_it_had_not(make_config, tmp_path, monkeypatch, capsys):
     """In the second micro-batch of an update, whose first one had left its gradient."""
 
     def numbers(name):
@@ -98,6 +100,8 @@ def test_a_run_that_ran_out_of_memory_goes_on_as_if_it_had_not(make_config, monk
     monkeypatch.setattr(updating, "linear_policy_loss", OutOfMemory(updating.linear_policy_loss, 2))
     assert numbers("cut") == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert "going on with micro-batches of 40 tokens" in capsys.readouterr().err
+    saved = json.loads((tmp_path / "cut" / "checkpoints" / "step-000001" / NUMBERS).read_text())
+    assert saved["config"]["training"]["micro_batch_tokens"] == 40
 
 
 @pytest.mark.parametrize("free", [10**12, 1])

@@ -59,7 +59,8 @@ def test_a_teachers_likeliest_entries_have_unrounded_logits(make_policy):
     exact = logits.log_softmax(-1).topk(3)
 
     def found(policy):
-        return Distillation(policy, TeacherConfig(teacher="its own"), 1.0, 3)._likeliest(3, states)
+        distillation = Distillation(policy, TeacherConfig(teacher="its own"), 1.0, 3)
+        return policy.apply_head(distillation._likeliest, states, 3)
 
     ids, logprobs = found(policy)
     assert ids.tolist() == exact.indices.tolist()

@@ -46,7 +46,7 @@ def test_fewer_prompts_than_a_step_draws_are_told(trained, write_rows, capsys):
 
 
 def test_a_checkpoint_reloads_and_can_be_trained_further(trained, spy):
-    seen = spy(module, "save_checkpoint", lambda _, run, state: run.policy.model.state_dict())
+    seen = spy(module, "trained", lambda _, run: run.policy.model.state_dict())
     config = trained()
     directory = config.logging.output_dir / "checkpoints" / "step-000002"
     model = AutoModelForCausalLM.from_pretrained(directory)

@@ -3,9 +3,15 @@
 import random
 
 import pytest
+import torch
+from digit_models import gradient_of
 from run_files import config_of, repeatable
 
+from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.stages import dpo, sft
+from fastrl.training.stages.config import TokenTrainingConfig
+from fastrl.training.stages.loop import measure
+from fastrl.training.stages.rows import Tokens
 
 
 @pytest.mark.parametrize("stage", [sft, dpo])
@@ -31,3 +37,22 @@ def test_stages_do_not_depend_on_micro_batches(settings, write_rows, tmp_path, s
             step.pop("accuracy", None), step.pop("eval/accuracy", None)
         expected = expected or found
         assert found == [pytest.approx(step, rel=1e-6, abs=1e-6) for step in expected]
+
+
+def test_an_update_that_ran_out_of_memory_is_computed_again(policy, monkeypatch):
+    """In the second micro-batch, whose first one had left its gradient."""
+    stage, rows = sft.SFT(policy, TokenTrainingConfig()), [Tokens([3, 4, 1], [5, 6, 0])] * 4
+    expected = measure(stage, rows, MicroBatches(12), backward=True), gradient_of(policy.model)
+    part, calls = stage.part, []
+
+    def once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return part(*arguments)
+
+    monkeypatch.setattr(stage, "part", once)
+    found = measure(stage, rows, batches := MicroBatches(12), backward=True), gradient_of(policy.model)
+    assert batches.limit == 6 and len(calls) == 2 + 4
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    torch.testing.assert_close(found[1], expected[1])

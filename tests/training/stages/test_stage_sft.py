@@ -159,7 +159,7 @@ def test_an_update_is_halved_until_it_fits_and_the_header_says_so(settings, writ
     monkeypatch.setattr("fastrl.training.common.expected_memory.free_bytes", lambda device: 1)
     tables = settings(path, data={"eval_path": str(path)})
     train(SFTConfig.model_validate(tables))
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["micro_batch_tokens"] == 1
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["micro_batch_tokens"] == 6  # a row
     first = json_lines(tmp_path / "run" / "metrics.jsonl")[0]
     assert set(first) == {"step", "eval/loss"} and first["step"] == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
@@ -169,7 +169,7 @@ def test_an_update_is_halved_until_it_fits_and_the_header_says_so(settings, writ
     texts = dict(lines)
     assert texts["run"] == "sft: 1 epoch in updates of 32 rows" and texts["output"] == str(tmp_path / "run")
     assert texts["data"] == "8 rows, 8 held out, at most 6 tokens in a sequence"
-    assert texts["losses"].startswith("plan ") and "micro-batches of 1 tokens" in texts["memory"]
+    assert texts["losses"].startswith("plan ") and "micro-batches of 6 tokens" in texts["memory"]
 
 
 def test_empty_completions_are_counted(settings, write_rows, capsys):
