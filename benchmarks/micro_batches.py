@@ -3,8 +3,9 @@
     python benchmarks/micro_batches.py --out benchmarks/results/MACHINE/float32
 
 A GRPO update (forward, loss, backward; no optimizer) of a small random model on one synthetic rollout, in float32 on
-the CPU. The lengths of its responses are log-uniform. For each limit in tokens: peak memory and time of micro-batches
-within it, and of the most sequences at a time, a power of two, whose peak is not higher. Each way to cut is measured in
+the CPU. The lengths of its responses are log-uniform. For each limit in tokens: the memory that a run states for it,
+peak memory and time of micro-batches within it, and of the most sequences at a time, a power of two, whose peak is
+within that statement too. Each way to cut is measured in
 a process of its own, because what one has touched would count for the next. Its peak is the process's high-water mark
 beyond that after an update on the shortest response.
 """
@@ -45,8 +46,6 @@ from fastrl.training.stages.config import TokenTrainingConfig
 PROMPT, SHORTEST = 20, 10
 #: glibc's number of the size from which on memory is the system's own piece, and is returned when it is freed.
 M_MMAP_THRESHOLD = -3
-#: Peaks within this factor count as equal.
-MARGIN = 1.03
 
 
 def lengths_of(count: int, longest: int) -> list[int]:
@@ -65,7 +64,7 @@ def by_count(lengths: list[int], size: int) -> list[list[int]]:
 
 def shapes_of(lengths: list[int]) -> list[Shape]:
     """What each response takes in a micro-batch."""
-    return [Shape(1, PROMPT, length, PROMPT + length) for length in lengths]
+    return [Shape(1, PROMPT + length, PROMPT + length) for length in lengths]
 
 
 def computed(lengths: list[int], part: list[int], packed: bool) -> int:
@@ -126,7 +125,7 @@ def update(policy: Policy, rollout: Rollout, parts: list[list[int]], packed: boo
 def stated(policy: Policy, limit: int, longest: int, packed: bool) -> int:
     """What a run with this limit says that its micro-batches and losses take, modelled, in bytes."""
     settings = ModelConfig(path="random")
-    held = activation_bytes(policy.model, settings, limit, limit if packed else PROMPT + longest)
+    held = activation_bytes(policy.model, settings, limit, PROMPT + longest, packed)
     call = LossCall("the loss", limit, limit, longest, packed, GRPO(kl_coef=0), own_leaf=True)
     (plan,) = chosen_plans(TokenTrainingConfig(), settings, policy, [call])
     return held + plan.temporary_bytes
@@ -179,8 +178,8 @@ def run(
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
 
-        def add(layout: str, cut: str, value: int, most: float = math.inf) -> int:
-            """Measure it. Returns its peak."""
+        def add(layout: str, cut: str, value: int, most: float = math.inf) -> dict[str, Any]:
+            """Measure it. Returns what was found."""
             packed = layout == "packed"
             limit, parts = None, by_count(lengths, value)
             if cut == "tokens":
@@ -191,18 +190,18 @@ def run(
             of_parts = {"micro_batches": len(parts), "tokens": sum(sizes), "largest": max(sizes)}
             rows.append({"layout": layout, "cut": cut, "value": value, **of_parts, **found})
             print(rows[-1], file=sys.stderr)
-            return found["peak_bytes"]
+            return dict(found)
 
         for layout in layouts:
-            most = MARGIN * max([add(layout, "tokens", limit) for limit in limits])
+            most = max([add(layout, "tokens", limit)["stated_bytes"] for limit in limits])
             size = 1
-            while add(layout, "sequences", size, most) <= most and size < len(lengths):
+            while add(layout, "sequences", size, most)["peak_bytes"] <= most and size < len(lengths):
                 size *= 2
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: each limit beside the largest number of sequences whose peak is that of the limit, or less."""
+    """Markdown: each limit beside the largest number of sequences whose peak is within what a run states for it."""
     names = ["tokens", "micro-batches", "peak, MiB", "s", "stated, MiB", "sequences", "micro-batches", "peak, MiB", "s"]
     names = ["batch", *names, "faster", "than the fastest number"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
@@ -212,7 +211,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
     for ours in (x for x in rows if x["cut"] == "tokens"):
         counted = [x for x in rows if x["cut"] == "sequences" and x["layout"] == ours["layout"]]
-        fit = [x for x in counted if x["peak_bytes"] <= MARGIN * ours["peak_bytes"]]
+        fit = [x for x in counted if x["peak_bytes"] <= ours["stated_bytes"]]
         first = f"{cells(ours)} | {ours['stated_bytes'] / 2**20:.0f}"
         if not fit:
             lines.append(f"| {ours['layout']} | {first} | none fits | | | | | |")

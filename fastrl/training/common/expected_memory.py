@@ -3,8 +3,8 @@
 Weights, gradients and moments are counted, and the losses' plans say what they take. What a model keeps for its
 backward is modelled: 18 numbers per hidden unit and 5 per unit of the feed-forward layers, for each token and layer, of
 4 bytes, or with products in bfloat16 of 3 on average, because norms and the residual stream stay in float32. Qwen3 and
-Llama keep four fifths of that. Attention without a kernel of its own for padded or packed rows has a mask, and each
-layer keeps a copy in its dtype.
+Llama keep four fifths of that. Attention without a kernel of its own for packed rows has a mask, and each layer keeps
+a copy in its dtype.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -49,17 +49,18 @@ def expected(models: Iterable[torch.nn.Module], activations: int, plans: Sequenc
     return Expected(weights, updates, 0 if plan is None else plan.temporary_bytes, activations, plan)
 
 
-def activation_bytes(model: Any, settings: ModelConfig, tokens: int, row: int) -> int:
-    """What a forward of so many tokens holds for its backward, in rows of so many: a sequence's, or all if packed.
+def activation_bytes(model: Any, settings: ModelConfig, tokens: int, longest: int, packed: bool = False) -> int:
+    """What a forward of so many tokens holds for its backward, in sequences of up to `longest`.
 
     Modelled. With gradient checkpointing a layer keeps its input, and one layer at a time the rest.
     """
     config = model.config.get_text_config()
     hidden = model.get_input_embeddings().weight.shape[1]
     layer = (18 * hidden + 5 * _feed_forward(config, hidden)) * (4 if settings.dtype == "float32" else 3)
+    row = tokens if packed else longest
     if config._attn_implementation == "eager":
         layer += 8 * getattr(config, "num_attention_heads", 1) * row  # scores, and their softmax
-    if "flash" not in str(config._attn_implementation):
+    if packed and "flash" not in str(config._attn_implementation):
         layer += getattr(torch, settings.dtype).itemsize * row  # the mask
     count = max(len(layers_of(model)), 1)
     kept = 8 * hidden if settings.gradient_checkpointing else layer
@@ -151,7 +152,7 @@ def with_micro_batches(
 
     def expect(tokens: int) -> Expected:
         most = min(max(tokens, alone), whole)
-        held = activation_bytes(models[0], config.model, most, most if packed else longest)
+        held = activation_bytes(models[0], config.model, most, longest, packed)
         return expected(models, max(held, text), plans(tokens))
 
     if not cut:

@@ -17,18 +17,17 @@ class Shape(NamedTuple):
     """What a row, or a micro-batch of rows, holds."""
 
     sequences: int
-    prompt: int  # tokens of its longest prompt, to which all are padded
-    completion: int  # tokens of its longest completion
+    longest: int  # tokens of its longest sequence, to which all are padded
     tokens: int  # of all its sequences
 
     def __add__(self, other: "Shape") -> "Shape":  # type: ignore[override]  # not a tuple's
         """That of both in one micro-batch."""
-        widest = max(self.prompt, other.prompt), max(self.completion, other.completion)
-        return Shape(self.sequences + other.sequences, *widest, self.tokens + other.tokens)
+        longest = max(self.longest, other.longest)
+        return Shape(self.sequences + other.sequences, longest, self.tokens + other.tokens)
 
     def size(self, packed: bool) -> int:
         """The tokens that a forward computes, padding included unless it is packed."""
-        return self.tokens if packed else self.sequences * (self.prompt + self.completion)
+        return self.tokens if packed else self.sequences * self.longest
 
 
 @dataclass
@@ -48,10 +47,10 @@ class MicroBatches:
         """
         if self.limit is None:
             return [list(range(len(shapes)))] if shapes else []
-        order = sorted(range(len(shapes)), key=lambda row: -(shapes[row].prompt + shapes[row].completion))
+        order = sorted(range(len(shapes)), key=lambda row: -shapes[row].longest)
 
         def within(limit: int) -> list[list[int]]:
-            parts, held = list[list[int]](), Shape(0, 0, 0, 0)
+            parts, held = list[list[int]](), Shape(0, 0, 0)
             for row in order:
                 held += shapes[row]
                 if not parts or held.size(self.packed) > limit:

@@ -157,22 +157,42 @@ def left_pad(sequences: Sequence[list[int]], padding: int, device: torch.device)
 
 
 def decoder_states(decoder: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, packed: bool = False) -> Tensor:
-    """The last hidden states (B, S, H) of input_ids (B, S) under attention_mask (B, S) bool, left-padded.
+    """The last hidden states (B, S, H) of input_ids (B, S) under attention_mask (B, S) bool; any where it is False.
 
-    With `packed` the sequences are concatenated without their padding: (tokens, H).
+    With `packed` the sequences are concatenated without their padding: (tokens, H). Otherwise all begin in the
+    decoder's first column. Padding then only follows a sequence, so a causal model needs no mask and has its kernels
+    for none, and no more columns are computed than the longest sequence has.
     """
-    # A token's position is its index among the unmasked ones, as generate() counts.
-    positions = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
-    arguments: dict[str, Any] = {"attention_mask": attention_mask.long(), "use_cache": False}
+    arguments: dict[str, Any] = {"use_cache": False, "attention_mask": None}
+    takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
     if packed:  # the attention starts a sequence where the positions start again
-        arguments["attention_mask"] = None
-        input_ids, positions = input_ids[attention_mask][None], positions[attention_mask][None]
-    if "position_ids" in inspect.signature(decoder.forward).parameters:
+        if not takes_positions:
+            raise UserError(f"training.packing: {type(decoder).__name__} takes no position_ids, which packing needs")
+        positions = attention_mask.long().cumsum(1)[attention_mask][None] - 1
+        input_ids = input_ids[attention_mask][None]
+    else:
+        input_ids = from_first_column(input_ids, attention_mask)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    if takes_positions:
         arguments["position_ids"] = positions
-    elif packed:
-        raise UserError(f"training.packing: {type(decoder).__name__} takes no position_ids, which packing needs")
     states: Tensor = decoder(input_ids=input_ids, **arguments).last_hidden_state
-    return states[0] if packed else states
+    if packed:
+        return states[0]
+    columns = torch.arange(attention_mask.shape[1], device=states.device) - _starts(attention_mask)  # (B, S)
+    columns = columns.clamp(0, states.shape[1] - 1)
+    return states.gather(1, columns[..., None].expand(-1, -1, states.shape[2]))
+
+
+def from_first_column(values: Tensor, attention_mask: Tensor) -> Tensor:
+    """Values (B, S, ...) from each sequence's first unmasked column on, (B, longest, ...)."""
+    columns = torch.arange(int(attention_mask.sum(1).max()), device=values.device) + _starts(attention_mask)
+    rows = torch.arange(len(values), device=values.device)[:, None]
+    return values[rows, columns.clamp(max=values.shape[1] - 1)]
+
+
+def _starts(attention_mask: Tensor) -> Tensor:
+    """The first unmasked column of each sequence, (B, 1) int64."""
+    return attention_mask.long().argmax(1, keepdim=True)
 
 
 def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | None = None) -> Policy:
@@ -291,10 +311,10 @@ def exact_dtype(model: PreTrainedModel, dtype: torch.dtype) -> torch.dtype:
 
 @torch.no_grad()
 def check_batches(decoder: Any, name: str, dtype: torch.dtype, packing: bool = False) -> None:
-    """Raise UserError unless a sequence is computed alike alone and in a batch, padded on the left or packed.
+    """Raise UserError unless a sequence is computed alike alone and in a batch, before its padding or packed.
 
-    Recurrent layers may read padding. State-space, linear-attention and convolutional layers read across the borders
-    of packed sequences, and so do attention masks that are not made from the positions.
+    Models that are not causal read what follows. State-space, linear-attention and convolutional layers read across the
+    borders of packed sequences, and so do attention masks that are not made from the positions.
     """
     dtype = exact_dtype(decoder, dtype)
 
@@ -315,8 +335,8 @@ def check_batches(decoder: Any, name: str, dtype: torch.dtype, packing: bool = F
             if not error <= TOLERANCE[dtype]:  # rounding may have chosen another expert, but not for any tokens
                 error = difference(tokens[::-1], device)
         if not error <= TOLERANCE[dtype]:
-            what = "a packed sequence sees the one" if packing else "a sequence sees a batch's padding"
-            problem = f"in {kind} {what} before it (relative difference {error:.2g})"
+            what = "a packed sequence sees the one before it" if packing else "a sequence sees the padding after it"
+            problem = f"in {kind} {what} (relative difference {error:.2g})"
     except UserError:
         raise
     except Exception as why:  # the model's code is not ours

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl import SamplingMask, linear_token_logprobs
 from fastrl.models.routing import replay_routing
 from fastrl.training.common.micro_batch import MicroBatches, Shape
-from fastrl.training.common.policy import Policy, decoder_states
+from fastrl.training.common.policy import Policy, decoder_states, from_first_column
 from fastrl.training.common.transcript import Transcript
 
 
@@ -90,8 +90,7 @@ class Rollout:
     def shapes(self, rows: Tensor | None = None) -> list[Shape]:
         """Of each completion with its prompt, or of these, what it takes in a micro-batch."""
         mask = self.attention_mask if rows is None else self.attention_mask[rows]
-        lengths = torch.stack([half.sum(1) for half in mask.tensor_split([self.prompt_length], 1)], 1)
-        return [Shape(1, prompt, completion, prompt + completion) for prompt, completion in lengths.tolist()]
+        return [Shape(1, length, length) for length in mask.sum(1).tolist()]
 
     def select(self, rows: Tensor) -> "Rollout":
         """The completions with these int64 indices, without the padding columns that none of them needs."""
@@ -205,8 +204,8 @@ def replaying(policy: Policy, rollout: Rollout, packed: bool) -> Any:
     """A context in which the policy's forwards over the rollout use the experts that the sampler used."""
     if rollout.routing is None:
         return nullcontext()
-    routing = rollout.routing[rollout.attention_mask][None] if packed else rollout.routing
-    return replay_routing(policy.model, routing)
+    routing, mask = rollout.routing, rollout.attention_mask
+    return replay_routing(policy.model, routing[mask][None] if packed else from_first_column(routing, mask))
 
 
 def unpacked(values: Tensor, rollout: Rollout, packed: bool) -> Tensor:

@@ -63,7 +63,7 @@ class TransformersEngine:
         drawn: list[Completion] = []
 
         def draw() -> None:
-            for some in batches.cut([Shape(1, *lengths, sum(lengths))] * (len(rows) - len(drawn))):
+            for some in batches.cut([Shape(1, sum(lengths), sum(lengths))] * (len(rows) - len(drawn))):
                 part = slice(len(drawn), len(drawn) + len(some))
                 drawn.extend(self._draw(prompts[part], mask[part], limits[part], seeds[part], sampling))
 
@@ -175,7 +175,7 @@ def checked_engine(policy: Policy, batch_size: int | None) -> TransformersEngine
 
 
 def _difference(engine: TransformersEngine, seed: int) -> float:
-    """The largest difference of log-probabilities, of completions of two prompts, between `generate` and a forward.
+    """The largest difference of log-probabilities, of two completions of two prompts, between `generate` and a forward.
 
     Relative to how far they are from those of a uniform distribution, as what is wrong in a new model's is small too.
     What rounding may make of log-probabilities of that size is taken off first.
@@ -183,7 +183,7 @@ def _difference(engine: TransformersEngine, seed: int) -> float:
     policy = engine.policy
     tokens = [min(token, policy.vocabulary - 1) for token in range(6)]
     examples = [Example("", {}, tokens[:4]), Example("", {}, tokens[4:])]
-    requests = [Request(str(i), example.token_ids, 1, 4, seed, example) for i, example in enumerate(examples)]
+    requests = [Request(str(i), example.token_ids, 2, 4, seed, example) for i, example in enumerate(examples)]
     sampling = Sampling(
         temperature=1.0,
         top_p=1.0,
@@ -201,7 +201,7 @@ def _difference(engine: TransformersEngine, seed: int) -> float:
         raise UserError(f"model: {type(policy.model).__name__} computes logits that are not finite") from error
     except Exception as error:  # a model's own code raises what it likes
         raise UserError(f"rollout.engine: {type(policy.model).__name__}.generate fails: {one_line(error)}") from error
-    rollout = assemble(policy, examples, [*drawn[0], *drawn[1]], sampling)
+    rollout = assemble(policy, [examples[0]] * 2 + [examples[1]] * 2, [*drawn[0], *drawn[1]], sampling)
     assert rollout.rollout_logprobs is not None  # asked for
     ours = rollout_logprobs(policy, rollout, 1.0, MicroBatches(1))
     uniform = math.log(policy.vocabulary)

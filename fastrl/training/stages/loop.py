@@ -231,7 +231,7 @@ def fit(
     rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
     interrupted = None
     first, facts = step, run_facts(config, name, stage.model, device)
-    longest = max(shape.prompt + shape.completion for shape in shapes)
+    longest = max(shape.longest for shape in shapes)
     described = f"{len(rows)} rows, {len(held_out)} held out, at most {longest} tokens in a sequence"
     show_start(config, facts, described, memory, device)
     with RunLog(config, logging, name, steps, stage.shown, step, facts) as log, stop_signals() as signals:
@@ -287,10 +287,10 @@ def fit(
 
 def _sizes(shapes: Sequence[Shape], rows: int, packed: bool) -> tuple[int, int, int]:
     """The tokens of an update of so many of the rows, of the largest row and of the longest sequence, at most."""
-    counts, prompts, completions, totals = zip(*shapes, strict=True)
+    counts, longest, totals = zip(*shapes, strict=True)
     sequences, tokens = (sum(sorted(values)[-rows:]) for values in (counts, totals))
-    whole = Shape(sequences, max(prompts), max(completions), tokens).size(packed)
-    return whole, max(shape.size(packed) for shape in shapes), max(prompts) + max(completions)
+    whole = Shape(sequences, max(longest), tokens).size(packed)
+    return whole, max(shape.size(packed) for shape in shapes), max(longest)
 
 
 def finish(config: StageConfig, name: str, summary: dict[str, Any], following: str) -> int:

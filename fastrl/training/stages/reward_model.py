@@ -53,7 +53,7 @@ class RewardModelStage(Stage[Ranked]):
     def shape(self, row: Ranked) -> Shape:
         """That of the prompt with each response."""
         lengths = list(map(len, row.sequences))
-        return Shape(len(lengths), 0, max(lengths), sum(lengths))
+        return Shape(len(lengths), max(lengths), sum(lengths))
 
     def part(self, rows: Sequence[Ranked], total: int) -> tuple[Tensor, dict[str, float]]:
         """Loss, accuracy, margin: means over a prompt's pairs, summed over prompts, divided by the update's prompts."""

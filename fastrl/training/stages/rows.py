@@ -24,7 +24,8 @@ class Tokens(NamedTuple):
     @property
     def shape(self) -> Shape:
         """What it takes in a micro-batch."""
-        return Shape(1, len(self.prompt), len(self.completion), len(self.prompt) + len(self.completion))
+        length = len(self.prompt) + len(self.completion)
+        return Shape(1, length, length)
 
     @property
     def all(self) -> list[int]:

@@ -53,15 +53,13 @@ def test_the_refusal_is_one_line_with_the_models_name(config_of, kind):
         fused_lm_head(tiny_model(kind, vocab_size=12, **values))
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_batch_that_the_model_cannot_compute(config_of, packing):
+def test_a_batch_that_the_model_cannot_compute(config_of):
     config = config_of(
         "deepseek_v3", n_group=1, topk_group=1, n_routed_experts=2, moe_intermediate_size=8, **NARROW_KEYS
     )
-    where = "training.packing" if packing else config.config
     reason = "DeepseekV3Model cannot compute sequences in a batch: RuntimeError: The size of tensor a"
-    with pytest.raises(UserError, match=f"^{where}: {reason}") as caught:
-        load_policy(config, CPU, packing=packing)
+    with pytest.raises(UserError, match=f"^training.packing: {reason}") as caught:
+        load_policy(config, CPU, packing=True)
     assert "\n" not in str(caught.value)
 
 

@@ -22,8 +22,8 @@ from fastrl.training.rl.train import train
 
 def size(rows, packed):
     """The tokens of a forward of these shapes."""
-    sequences, prompts, completions, tokens = zip(*rows, strict=True)
-    return sum(tokens) if packed else sum(sequences) * (max(prompts) + max(completions))
+    sequences, longest, tokens = zip(*rows, strict=True)
+    return sum(tokens) if packed else sum(sequences) * max(longest)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -33,12 +33,11 @@ def test_rows_are_cut_into_the_fewest_and_most_even_of_their_order(packed, seed)
     generator = random.Random(seed)
     shapes = []
     for _ in range(generator.randint(1, 8)):
-        lengths = [[generator.randint(1, 9) for _ in range(2)] for _ in range(generator.randint(1, 2))]
-        prompts, completions = zip(*lengths, strict=True)
-        shapes.append(Shape(len(lengths), max(prompts), max(completions), sum(map(sum, lengths))))
+        lengths = [generator.randint(1, 18) for _ in range(generator.randint(1, 2))]
+        shapes.append(Shape(len(lengths), max(lengths), sum(lengths)))
     limit = generator.randint(1, 60)
     parts = MicroBatches(limit, packed).cut(shapes)
-    order = sorted(range(len(shapes)), key=lambda row: -(shapes[row].prompt + shapes[row].completion))
+    order = sorted(range(len(shapes)), key=lambda row: -shapes[row].longest)
     assert [row for part in parts for row in part] == order
     sizes = [size([shapes[row] for row in part], packed) for part in parts]
     assert all(n <= limit or len(part) == 1 for n, part in zip(sizes, parts, strict=True))

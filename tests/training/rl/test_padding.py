@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModel
 
-import fastrl.training.rl.run as running
 import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
+from fastrl.training.common.policy import check_batches
 from fastrl.training.engines.transformers import checked_engine
 
 # Its padded forward is right; its cache does not know how long a prompt is where the first layer has none of attention.
@@ -31,10 +32,22 @@ RWKV = {
 }
 
 
-def test_a_model_that_reads_padding_is_refused(make_config, write_model):
-    config = make_config(model={"config": str(write_model(**RWKV))})
-    with pytest.raises(UserError, match=r"in RwkvModel a sequence sees a batch's padding before it \(rel"):
-        running.make_run(config)
+def test_a_model_that_reads_the_padding_after_a_sequence_is_refused():
+    """It is not causal, so that there is nothing to train."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "bert", vocab_size=12, hidden_size=16, num_attention_heads=2, num_hidden_layers=2, initializer_range=0.5
+    )
+    with pytest.raises(UserError, match=r"^mine: in BertModel a sequence sees the padding after it \(relative"):
+        check_batches(AutoModel.from_config(config).eval(), "mine", torch.float32)
+
+
+def test_a_model_that_reads_the_padding_before_a_sequence_can_be_trained(make_policy):
+    """Only its generate computes several prompts at a time wrongly, even of one length."""
+    policy = make_policy(**RWKV)
+    check_batches(policy.decoder, "mine", torch.float32)
+    with pytest.raises(UserError, match=r"RwkvForCausalLM\.generate draws from another distribution"):
+        checked_engine(policy, None)
 
 
 def test_prompts_of_one_length_are_drawn_at_a_time_where_generate_reads_padding(make_config, write_model, capsys):
@@ -65,11 +78,6 @@ def test_the_rounding_of_a_large_vocabulary_is_no_difference(make_policy, std):
 def test_the_check_looks_beyond_an_eos(make_policy):
     policy = replace(make_policy(**MINIMAX), eos_token_ids=[*range(12)])  # any first token is one
     assert not checked_engine(policy, None).pads
-
-
-def test_completions_are_drawn_with_a_model_whose_batches_are_not_trained_on(make_policy):
-    """`fastrl sample` computes no batch of them."""
-    assert not checked_engine(make_policy(**RWKV), None).pads
 
 
 BROKEN = {
