@@ -36,7 +36,7 @@ class MicroBatches:
 
     limit: int | None
     packed: bool = False
-    name: str = "micro-batches"
+    name: str = "micro-batches"  # in the line that says so
     halved: bool = False
 
     def cut(self, shapes: Sequence[Shape]) -> list[list[int]]:
