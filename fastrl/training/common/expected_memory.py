@@ -89,10 +89,8 @@ def free_bytes(device: torch.device) -> int:
 def fitting_completions(model: Any, dtype: torch.dtype, count: int, prompt: int, completion: int) -> int:
     """The largest of count, count / 2, ... completions of so many tokens that `generate` can draw at a time, or 1.
 
-    That depends on what the device has free now.
-
-    Modelled: keys and values of each layer, a layer's activations of the prompt, and logits as processors sort them, in
-    float32 with int64 indices. Recurrent layers and sliding windows keep less.
+    They fit what the device has free now. Modelled: keys and values of each layer, a layer's activations of the prompt,
+    and logits as processors sort them, in float32 with int64 indices. Recurrent layers and sliding windows keep less.
     """
     config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
     vocabulary, hidden = embedding.shape

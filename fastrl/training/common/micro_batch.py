@@ -36,7 +36,7 @@ class MicroBatches:
 
     limit: int | None
     packed: bool = False
-    name: str = "micro-batches"  # in the line that says so
+    name: str = "micro-batches"  # what they are called where they are halved
     halved: bool = False
 
     def cut(self, shapes: Sequence[Shape]) -> list[list[int]]:
@@ -63,7 +63,7 @@ class MicroBatches:
         return within(bisect.bisect_left(range(self.limit), True, key=lambda limit: len(within(limit)) <= fewest))
 
     def noted(self, config: Any) -> Any:
-        """The config with the limit, if it was halved, for a checkpoint: the run would halve it again."""
+        """The config with the limit, if it was halved, for a checkpoint: a resumed run need not halve it again."""
         return with_tokens(config, self.limit) if self.halved else config
 
     def fitted(self, compute: Callable[[], T]) -> T:

@@ -73,7 +73,7 @@ class Run:
         return self.config.training.epochs * self.config.training.minibatches == 1
 
     @property
-    def cut_updates(self) -> MicroBatches:
+    def update_batches(self) -> MicroBatches:
         """The micro-batches of an update: those of any forward, or all of it if tokens are ranked."""
         return MicroBatches(None, self.micro_batches.packed) if ranks_tokens(self.objective) else self.micro_batches
 

@@ -135,7 +135,7 @@ def _save(run: Run, log: RunLog, state: dict[str, Any] | None = None) -> Path:
     checkpoint = checkpoint_of(run.config.logging, run.step)
     if not checkpoint.exists():
         log.sync()
-        config = run.cut_updates.noted(run.config)
+        config = run.update_batches.noted(run.config)
         write_checkpoint(config, config.logging, trained(run), run.step, state or resumable(run))
     return checkpoint
 

@@ -52,7 +52,7 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
             if isinstance(covariance, CovarianceClip) and covariance.generator is not None:
                 number = len(history) + skipped
                 covariance.generator.manual_seed(seed_of(training.seed, "covariance", run.step, number))
-            batches = run.cut_updates.fitted(partial(accumulate_gradients, run, rollout, rows, watch))
+            batches = run.update_batches.fitted(partial(accumulate_gradients, run, rollout, rows, watch))
             metrics = merge_metrics(batches, (*COUNTS, *LOSSES))
             if run.text is not None:
                 metrics |= pretrain(run, run.text, metrics["loss"])
@@ -132,7 +132,7 @@ def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwa
     tokens = max(sum(counts), 1)
     denominator = _denominator(run.objective, rollout, rows, tokens)
     metrics = []
-    for part in run.cut_updates.cut(shapes):
+    for part in run.update_batches.cut(shapes):
         batch = rollout.select(rows[part]).to(run.policy.device)
         count = sum(counts[row] for row in part)
         with checkpointing(*models), replaying(run.policy, batch, run.config.training.packing):
