@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastrl import linear_cross_entropy
-from fastrl.models.patching import in_head
+from fastrl.models.patching import as_forward
 from fastrl.planning.announce import announces_plan
 from fastrl.planning.budget import parse_budget
 
@@ -72,5 +72,5 @@ class FusedCrossEntropyLoss(ChunkedLossWrapper):
             options: dict[str, Any] = {"bias": head.bias, "memory_budget": self.memory_budget}
             return linear_cross_entropy(hidden, head.weight, labels, reduction="sum", **options)
 
-        loss = in_head(head, pred, compute)
+        loss = as_forward(head, compute, pred)
         return loss if global_valid_tokens is None else loss / global_valid_tokens, {}

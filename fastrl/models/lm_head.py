@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
@@ -37,7 +36,7 @@ from fastrl.losses.logprobs import TokenStats
 from fastrl.losses.low_rank import low_rank_token_logprobs
 from fastrl.models.adapters import Adapter, narrow_factors, unwrapped
 from fastrl.models.balancing import asks_for_routers, balancing_loss, balancing_weight
-from fastrl.models.patching import in_head
+from fastrl.models.patching import as_forward, is_sharded
 from fastrl.planning.announce import active, announces_plan
 from fastrl.planning.budget import parse_budget
 
@@ -51,7 +50,7 @@ except ImportError as error:
 # Largest allowed difference between two ways to compute the same, relative to its largest magnitude: rounding only.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 IGNORED = -100
-_IN_HEAD = "fastrl_in_head"  # the argument of the forward for what `in_head` takes
+_IN_HEAD = "fastrl_in_head"  # the argument of the forward for what `as_forward` takes
 _identities = itertools.count(1)
 
 
@@ -249,7 +248,7 @@ def fused_lm_head(
     if _fusion_of(base) is not None:
         remove_fused_lm_head(base)
     root = _root_of(model)
-    if not _is_sharded(root) and any(map(_is_sharded, base.modules())):
+    if not is_sharded(root) and any(map(is_sharded, base.modules())):
         raise ValueError(
             f"fully_shard was applied to parts of {type(root).__name__} and not to itself: call fused_lm_head before "
             "the first fully_shard, or after the last"
@@ -294,7 +293,7 @@ def _fused_class(kind: Any) -> Any:
 
     def forward(self: Any, *args: Any, return_token_stats: bool = False, **kwargs: Any) -> Any:
         if _IN_HEAD in kwargs:
-            return in_head(self.get_output_embeddings(), *kwargs[_IN_HEAD])
+            return as_forward(self.get_output_embeddings(), *kwargs[_IN_HEAD])
         fusion = self._fastrl_fusion
         if fusion is None:
             return kind.forward(self, *args, **kwargs)
@@ -325,15 +324,9 @@ def _empty(kind: Any) -> Any:
     return fused.__new__(fused)
 
 
-def _is_sharded(module: Any) -> bool:
-    """Whether `fully_shard` was applied to this module itself."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
 def _root_of(model: Any) -> Any:
     """The module that is called: the causal LM or, if FSDP2 shards it as a whole, PEFT's wrapper around it."""
-    return model if _is_sharded(model) else _base_of(model)
+    return model if is_sharded(model) else _base_of(model)
 
 
 def remove_fused_lm_head(model: Any) -> None:
@@ -385,7 +378,7 @@ def _token_stats(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fusi
         values = (torch.nn.functional.pad(x, aligned) for x in (stats.logprobs, stats.entropy) if x is not None)
         return _mean_loss(stats.logprobs, mask, count), *values
 
-    loss, logprobs, entropy = in_head(module, hidden, compute)
+    loss, logprobs, entropy = as_forward(module, compute, hidden)
     if aux_loss is not None:
         loss = loss + balancing_weight(model) * aux_loss
     return TokenStatsOutput(loss=loss, logprobs=logprobs, entropy=entropy, aux_loss=aux_loss)
@@ -442,5 +435,5 @@ def _trainer_cross_entropy(model: Any, outputs: Any, labels: Tensor, num_items_i
         return head.cross_entropy(hidden[:, :-1], targets, num_items_in_batch, **options)
 
     # Called from the root, because FSDP2 frees what belongs to it at the end of its forward.
-    found: Tensor = _root_of(model)(**{_IN_HEAD: (hidden, compute)})
+    found: Tensor = _root_of(model)(**{_IN_HEAD: (compute, hidden)})
     return found

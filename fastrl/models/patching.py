@@ -1,15 +1,18 @@
-"""Replace an attribute of an object for the time of a block; run code as the forward of a model's head."""
+"""Replace an attribute of an object for the time of a block; run code as the forward of a module."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class _StandIn:
@@ -49,14 +52,21 @@ def replaced_method(owner: Any, name: str, value: Any) -> AbstractContextManager
     return replaced(owner, name, _StandIn(value, getattr(owner, name)))
 
 
-def in_head(head: torch.nn.Module, hidden: Tensor, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns `compute(hidden)`, run as the forward of the head's module, whose parameters it reads.
+def is_sharded(module: Any) -> bool:
+    """Whether FSDP2's `fully_shard` was applied to this module itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
-    FSDP2 gathers a head that it shards before this forward and again before its backward, which it finds by the tensors
-    that go in and come out. It casts both, if its policy says so: a loss is better computed inside than of what
-    comes out.
+
+def as_forward(module: torch.nn.Module, compute: Callable[..., T], *states: Tensor) -> T:
+    """Returns `compute(*states)`, run as the forward of the module, whose parameters it reads.
+
+    FSDP2 gathers the parameters of a module that it shards before this forward and again before its backward, which it
+    finds by the tensors that go in and come out. It casts both, if its policy says so: a loss is better computed inside
+    than of what comes out.
     """
-    if not (head._forward_pre_hooks or head._forward_hooks):
-        return compute(hidden)  # nothing acts on it, and torch.compile traces this
-    with replaced(head, "forward", compute):
-        return head(hidden)
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return compute(*states)  # nothing acts on it, and torch.compile traces this
+    with replaced(module, "forward", compute):
+        result: T = module(*states)
+    return result

@@ -32,7 +32,7 @@ from fastrl.integrations.trl.objective import (
 from fastrl.integrations.trl.patches import FusedHead, check_layout, replaced_head
 from fastrl.models.adapters import unwrapped
 from fastrl.models.lm_head import LMHead
-from fastrl.models.patching import in_head, replaced
+from fastrl.models.patching import as_forward, replaced
 from fastrl.planning.announce import active, announces_plan
 from fastrl.planning.budget import parse_budget
 
@@ -207,13 +207,13 @@ class _Step:
         """As `FusedHead.apply`, with only zeros for TRL to sum.
 
         `results` are then the loss, and detached logprobs and entropy (B, T); `outputs` are the same as the head's
-        module returned them, for the model to return. The head's parameters are read inside its forward (`in_head`).
+        module returned them, for the model to return. The head's parameters are read inside its forward (`as_forward`).
         """
         reason = why_not_fused(hidden, logit_scale)
         if reason is not None:
             raise _NotHere(reason)
         options = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
-        self.outputs = in_head(self.head, hidden, functools.partial(self._compute, options=options))
+        self.outputs = as_forward(self.head, functools.partial(self._compute, options=options), hidden)
         return hidden.new_zeros(hidden.shape[0], dtype=torch.float32), None, None, None, None
 
     @announces_plan("TRL's GRPO")

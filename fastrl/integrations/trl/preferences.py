@@ -27,7 +27,7 @@ from fastrl.integrations.trl.limits import TESTED, log, why_not_fused
 from fastrl.integrations.trl.objective import reads
 from fastrl.models.balancing import asks_for_routers, balancing_loss
 from fastrl.models.lm_head import LMHead, decoder_of
-from fastrl.models.patching import in_head, replaced
+from fastrl.models.patching import as_forward, replaced
 from fastrl.planning.announce import announces_plan
 
 IGNORED = -100
@@ -142,7 +142,7 @@ def _scoring_forward(model: Any, pairs: _Pairs, memory_budget: int | None) -> It
     def forward(self: Any, **arguments: Any) -> dict[str, Tensor]:
         arguments = {name: x for name, x in arguments.items() if x is not None}  # PEFT's wrapper adds some
         outputs = decoder_of(self)(**arguments, use_cache=False)
-        scores = in_head(self.get_output_embeddings(), outputs.last_hidden_state, compute)
+        scores = as_forward(self.get_output_embeddings(), compute, outputs.last_hidden_state)
         if not arguments.get("output_router_logits"):
             return scores
         return {**scores, "aux_loss": balancing_loss(self, outputs.router_logits, arguments["attention_mask"])}
