@@ -18,6 +18,7 @@ from fastrl.base import dependencies
 from fastrl.base.dependencies import TRAIN
 from fastrl.base.errors import UserError, out_of_memory
 from fastrl.base.spelling import nearest
+from fastrl.base.system import started_processes
 from fastrl.training.common.interruption import ending_at_once
 
 USAGE = """usage: fastrl COMMAND ...
@@ -79,9 +80,11 @@ def _run(command: str, argv: list[str]) -> int:
             module = import_module(f"fastrl.{MODULES[command]}")
         status: int = module.main(argv)
         return status
-    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":  # torchrun's
-        return _fail(f"{command} runs in one process, and torchrun started {processes}: start it without torchrun")
-    return _train(command, argv)
+    if started_processes() == 1:
+        return _train(command, argv)
+    with ending_at_once():
+        from fastrl.training.parallel.launch import on_rank
+    return on_rank(lambda: _train(command, argv))
 
 
 def _options(command: str) -> list[str]:
@@ -109,7 +112,7 @@ def _train(command: str, argv: list[str]) -> int:
     try:
         return work()
     except BudgetTooSmall as error:  # for what no config contains, such as the size of recorded supports
-        return _fail(f"training.memory_budget: {error}")
+        raise UserError(f"training.memory_budget: {error}") from error
 
 
 def _fail(message: str) -> int:

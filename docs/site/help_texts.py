@@ -16,7 +16,7 @@ from unittest.mock import patch
 from config_pages import facts, tables_of
 
 from fastrl.cli import MODULES, help_file
-from fastrl.training.commands import COMMANDS
+from fastrl.training.commands import COMMANDS, NPROC
 from fastrl.training.common.settings import fields, usage_of
 
 WIDTH = 100
@@ -44,7 +44,7 @@ def _of_config(name: str) -> str:
     command = COMMANDS[name]
     short = {option: f"--{other}" for other, option in command.short.items()}
     lines = [
-        f"usage: {usage_of(name, command.switches, command.short)}",
+        f"usage: {usage_of(name, command.switches, [*command.short, *(['nproc'] if command.on_ranks else [])])}",
         "",
         _filled(command.about),
         "",
@@ -54,6 +54,7 @@ def _of_config(name: str) -> str:
         ),
         "",
         *(_option(f"--{switch}", "", text) for switch, text in command.switches.items()),
+        *([_option("--nproc", "integer, default 1", NPROC)] if command.on_ranks else []),
     ]
     tables, seen = tables_of(command.kind), None
     for (*above, field_name), field in fields(command.kind):

@@ -1,11 +1,14 @@
 """The commands of the trainer. A config is checked before the modules that train are imported, which takes seconds."""
 
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import NamedTuple
 
+from fastrl.base.errors import UserError
+from fastrl.base.system import started_processes
 from fastrl.training.common.settings import Section, parse_command_line
 
 _RESUME = {"resume": "go on from the newest checkpoint in logging.output_dir, if it holds one, to the same end"}
@@ -13,6 +16,8 @@ _SIGNALS = (
     "SIGTERM, SIGHUP and Ctrl-C finish the step, save a checkpoint and exit with 143, 129 and 130; a second one ends "
     "at once."
 )
+#: The help text of --nproc.
+NPROC = "the number of processes of this machine that share the work, one for each GPU, as torchrun starts them"
 
 
 class Command(NamedTuple):
@@ -27,6 +32,8 @@ class Command(NamedTuple):
     """Options without a value, and their help texts."""
     short: Mapping[str, str] = MappingProxyType({})
     """Another name of an option -> the option."""
+    on_ranks: bool = False
+    """Whether it runs on several processes, which torchrun or its option --nproc starts."""
 
     @property
     def kind(self) -> type[Section]:
@@ -45,15 +52,21 @@ COMMANDS = {
         "stages.sft",
         f"Fine-tune a language model on prompts and completions. {_SIGNALS}",
         _RESUME,
+        on_ranks=True,
     ),
     "dpo": Command(
-        "stages.config:DPOConfig", "stages.dpo", f"Train a language model on pairs of completions. {_SIGNALS}", _RESUME
+        "stages.config:DPOConfig",
+        "stages.dpo",
+        f"Train a language model on pairs of completions. {_SIGNALS}",
+        _RESUME,
+        on_ranks=True,
     ),
     "reward-model": Command(
         "stages.config:RewardModelConfig",
         "stages.reward_model",
         f"Train a reward model on ranked completions. {_SIGNALS}",
         _RESUME,
+        on_ranks=True,
     ),
     "sample": Command(
         "stages.config:SampleConfig",
@@ -67,8 +80,28 @@ COMMANDS = {
 def read_command(name: str, argv: list[str]) -> Callable[[], int]:
     """Read `fastrl NAME CONFIG.toml [--section.field value ...]`; returns its work, which returns the exit status.
 
-    Raises UserError for what the user can fix, and SystemExit (argparse) for a missing config or value.
+    Raises UserError for what the user can fix, and SystemExit (argparse) for a missing config or value. With --nproc
+    the work is to start so many processes, each of which does the command's.
     """
     command = COMMANDS[name]
+    started, (processes, argv) = started_processes(), _processes(name, argv) if command.on_ranks else (None, argv)
+    if started > 1 and not command.on_ranks:
+        raise UserError(f"{name} runs in one process, and torchrun started {started}: start it without torchrun")
+    if started > 1 and processes is not None:
+        raise UserError(f"--nproc: torchrun has started {started} processes already; leave it out")
     config, switches = parse_command_line(command.kind, name, argv, command.switches, command.short)
+    if (processes or 1) > 1:
+        return partial(import_module("fastrl.training.parallel.launch").launch, [name, *argv], processes)
     return partial(import_module(f"fastrl.training.{command.module}").main, config, **switches)
+
+
+def _processes(name: str, argv: list[str]) -> tuple[int | None, list[str]]:
+    """The value of --nproc, None if it was not given, and the other arguments."""
+    parser = ArgumentParser(f"fastrl {name}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc")
+    given, others = parser.parse_known_args(argv)
+    if given.nproc is None:
+        return None, others
+    if not given.nproc.isdecimal() or int(given.nproc) < 1:
+        raise UserError(f"--nproc: expected a number of processes of at least 1, got {given.nproc!r}")
+    return int(given.nproc), others

@@ -22,6 +22,7 @@ import fastrl
 from fastrl import doctor
 from fastrl.backend import choice
 from fastrl.base.errors import UserError
+from fastrl.cli import _unknown_option
 from fastrl.training import commands
 from fastrl.training.common.settings import load_settings
 from fastrl.training.rl.config import Config
@@ -440,6 +441,8 @@ def test_commands(configured: Callable[..., str], row: str, tmp_path: Path) -> N
     for column, cell in table(COMMANDS)[row].items():
         if row == "`--resume`":
             found = "yes" if _takes_resume(column, tmp_path) else "-"
+        elif row == "`--nproc 2`":
+            found = "no" if _unknown_option(column.strip("`"), ["--nproc", "2"]) else "yes"
         else:
             said = configured(settings_of(row), column)
             found = "yes" if not said else "-" if "unknown field" in said else "no"

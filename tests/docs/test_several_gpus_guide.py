@@ -1,14 +1,26 @@
-"""The data-parallel loop of the guide to several GPUs, in two processes."""
+"""The guide to several GPUs: its data-parallel loop in two processes, and what the trainer refuses."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
+import rank_runs
 import torch
 import torch.distributed as dist
-from places import ROOT
+from digit_models import TOKENIZER, narrowed
+from places import EXAMPLES, ROOT
 from ranks import Ranks
+
+from fastrl.base.errors import UserError
+from fastrl.cli import main
+from fastrl.training.parallel import launch
+from fastrl.training.parallel import world as parallel
+from fastrl.training.parallel.world import World
 
 PAGE = ROOT / "docs" / "guides" / "several_gpus.md"
 
@@ -50,12 +62,79 @@ def differences() -> list[float]:
     return [float((a.grad - b.grad).abs().max() / a.grad.abs().max()) for a, b in pairs]
 
 
-def test_the_loop_has_the_gradient_of_the_whole_batch_and_learns() -> None:
-    ranks = Ranks(2)
-    try:
-        for of_rank in ranks.run(differences):
-            assert max(of_rank) < 1e-5
-        for history in ranks.run(trained):
-            assert history[0] < 0.1 and history[-1] > 0.2
-    finally:
-        ranks.stop()
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    processes = Ranks(2)
+    yield processes
+    processes.stop()
+
+
+def test_the_loop_has_the_gradient_of_the_whole_batch_and_learns(pair: Ranks) -> None:
+    for of_rank in pair.run(differences):
+        assert max(of_rank) < 1e-5
+    for history in pair.run(trained):
+        assert history[0] < 0.1 and history[-1] > 0.2
+
+
+def said(call: Callable[..., object], *args: object) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+def refused(pair: Ranks, tables: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    """What mistakes on several processes are answered with, in the order of the page's table."""
+
+    def command(*words: str) -> str:
+        assert main(words) == 2
+        return capsys.readouterr().err.removeprefix("fastrl: ").strip()
+
+    def on_ranks(table: str, **fields: object) -> str:
+        one, other = pair.run(rank_runs.train, "sft", tables | {table: tables.get(table, {}) | fields})
+        assert isinstance(one, str) and one == other
+        return one
+
+    def unlike(name: str, *values: object) -> str:
+        with patch.object(World, "gathered", lambda *_: [{name: value} for value in values]):
+            return said(World(torch.device("cpu"), size=2).check_alike, {})
+
+    started = (patch.dict("os.environ", WORLD_SIZE="2", RANK="0"), patch.object(launch, "on_rank", lambda work: work()))
+    yield command("sft", "sft.toml", "--nproc", "0")
+    with started[0], started[1]:
+        yield command("sft", "sft.toml", "--nproc", "2")
+    yield command("train", "train.toml", "--nproc", "2")
+    with started[0], started[1]:
+        yield command("train", "train.toml")
+    yield on_ranks("training", shard=3)
+    with patch.object(parallel, "find_device", torch.device):
+        yield said(parallel._device_of, "cuda:0", 0)
+    yield on_ranks("model", lora_rank=4)
+    yield unlike("training.seed", 0, 1)
+    yield unlike("version of torch", "2.13.0", "2.12.0")
+    yield unlike("data.path", "2 rows, digest 3f0a", "3 rows, digest 77c1")
+
+
+def test_what_is_refused_is_quoted_as_it_is(pair: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = PAGE.read_text(encoding="utf-8").partition("\n### What is refused\n")[2].partition("\n### ")[0]
+    tables = {
+        "model": {"config": str(narrowed(tmp_path)), "tokenizer": TOKENIZER},
+        "data": {"path": str(EXAMPLES / "stages" / "sft.jsonl")},
+        "training": {"device": "cpu"},
+        "logging": {"output_dir": str(tmp_path / "run")},
+    }
+    assert re.findall(r"^\| `(.+?)` \|", part, re.MULTILINE) == list(refused(pair, tables, capsys))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_said_of_a_lost_rank_is_quoted_as_it_is() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    (reason,) = re.findall(r"^fastrl: rank 0 has lost another rank: (.*); --resume", page, re.MULTILINE)
+    gloo = f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] {reason}. The other end has closed it."
+    with (
+        pytest.raises(UserError) as caught,
+        patch.dict("os.environ", RANK="0"),
+        patch.object(launch, "_first_to_fail", lambda: True),
+        launch.one_voice(),
+    ):
+        raise RuntimeError(gloo)
+    assert f"\nfastrl: {caught.value}\n" in page

@@ -379,6 +379,8 @@ def _wrong_fastrl(words: list[str], page: Page, folder: Path, monkeypatch: pytes
     if command in _WORK:
         module, _, name = _WORK[command].rpartition(".")
         monkeypatch.setattr(import_module(f"fastrl.{module}"), name, stop)
+    if "--nproc" in words:
+        monkeypatch.setattr(import_module("fastrl.training.parallel.launch"), "launch", stop)
     if command == "bench":
         monkeypatch.setattr(import_module("fastrl.bench.command"), "_check_packages", lambda *args: None)
     said = io.StringIO()

@@ -35,6 +35,16 @@ import torch.distributed as dist
 COLLECTIVE, RUN = 15, 60
 
 
+def context() -> Any:
+    """What starts processes as forks of a server that has imported all that they need, which takes milliseconds."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["ranks_preload"])
+    with pytest.MonkeyPatch.context() as patch:  # the server has its own path
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
+    return found
+
+
 class Ranks:
     """`size` processes, of which groups of the first ranks or of any others can be formed."""
 
@@ -85,16 +95,10 @@ class Ranks:
         return self._processes[rank].exitcode
 
     def _start(self) -> None:
-        # Forks of a server that has imported all that they need start in milliseconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ranks_preload"])
-        with pytest.MonkeyPatch.context() as patch:  # the server has its own path
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-            forkserver.ensure_running()
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = context().Pipe()
+            process = context().Process(
                 target=_serve, args=(rank, self.size, str(Path(self._folder.name) / "store"), theirs), daemon=True
             )
             process.start()

@@ -1,7 +1,9 @@
 """What the processes of `ranks` have imported, compiled and called before they are forked; one thread all the while."""
 
+import gc
 import importlib.util
 import os
+import threading
 
 import torch
 
@@ -16,7 +18,15 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 
     interpreter.quicken()
 if importlib.util.find_spec("transformers") is not None:
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import tqdm
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    import fastrl.training.stages.dpo
+    import fastrl.training.stages.reward_model
+    import fastrl.training.stages.sft
+
+    tqdm.tqdm.set_lock(threading.RLock())  # its own has a semaphore, which the end of a killed process leaves behind
 
 for backend in ("torch", "cpp"):
     if fastrl.backends()[backend] != "available":
@@ -29,3 +39,6 @@ for backend in ("torch", "cpp"):
                 hidden, weight, targets, objective=objective, advantages=torch.ones(1), old_logprobs=torch.zeros(4)
             )
             out.loss.backward()
+
+gc.collect()
+gc.freeze()  # full collections of garbage in the processes need not look at what they share, nor copy it

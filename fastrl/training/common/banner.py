@@ -22,16 +22,20 @@ def show_run(config: Any, what: str) -> None:
     _show({"run": what, "model": name_of(config.model), "output": str(config.logging.output_dir)})
 
 
-def show_start(config: Any, facts: Mapping[str, str], data: str, memory: Expected, device: torch.device) -> None:
-    """Print the rest, once everything is loaded: `facts` are those of `run_facts`."""
+def show_start(
+    config: Any, facts: Mapping[str, str], data: str, memory: Expected, device: torch.device, processes: int = 1
+) -> None:
+    """Print the rest, once everything is loaded: `facts` are those of `run_facts`, the memory is that of a process."""
     lines = {"parameters": f"{facts['parameters']}; {facts['dtype']}", "device": facts["device"], "data": data}
     if memory.plan is not None:
         lines["losses"] = f"plan {memory.plan.name}, at most {text(memory.losses)} of temporary memory"
     tokens = config.training.micro_batch_tokens
     batch = "a minibatch" if tokens is None else f"micro-batches of {tokens} tokens"
+    shared = f" by each of {processes} processes" if processes > 1 else ""
+    gathered = f"gathered {text(memory.gathered)}, " if memory.gathered else ""
     lines["memory"] = (
-        f"{text(memory.weights + memory.more)} of {text(memory_bytes(device.type, device.index))} expected (modelled): "
-        f"weights {text(memory.weights)}, gradients and moments {text(memory.updates)}, {batch} "
+        f"{text(memory.weights + memory.more)} of {text(memory_bytes(device.type, device.index))} expected{shared} "
+        f"(modelled): weights {text(memory.weights)}, gradients and moments {text(memory.updates)}, {gathered}{batch} "
         f"{text(memory.activations)}"
     )
     _show(lines)

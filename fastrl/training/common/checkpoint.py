@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError, out_of_memory
 from fastrl.base.json_text import to_json
+from fastrl.models.patching import is_sharded
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.training.common.checksums import CHECKSUMS, damage, write_checksums
 from fastrl.training.common.files import remove, whole_directory
@@ -33,6 +34,8 @@ from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.saving import save_pretrained
 from fastrl.training.common.sections import LoggingConfig
 from fastrl.training.common.settings import Section, json_values
+from fastrl.training.parallel.shard import gathered, gathered_state, own_class, spread, spread_state
+from fastrl.training.parallel.world import ALONE, World
 
 TENSORS, NUMBERS = "training_state.safetensors", "training_state.json"
 # Sections and fields that a resumed run may change (other batch sizes round differently). A change to any other
@@ -45,6 +48,7 @@ FREE = (
     "training.micro_batch_tokens",
     "training.memory_budget",
     "training.max_skipped_updates",
+    "training.shard",
     "rollout.batch_size",
     "rollout.url",  # the same engine in another place, or with other limits
     "rollout.api_key_file",
@@ -66,6 +70,7 @@ class Trained:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     data: Mapping[str, tuple[int, str]]  # by config field: a dataset's number of rows, and their digest
     models: Mapping[str, torch.nn.Module] = field(default_factory=dict)  # besides the trained one, by file name
+    world: World = ALONE  # whose ranks the model lies over
 
 
 def due(step: int, every: int | None, last: bool) -> bool:
@@ -109,12 +114,36 @@ def write_checkpoint(
 
     `numbers` (JSON values; infinite ones and NaN are read back as texts, which `float` takes) and `tensors` are the
     run's additional state. Earlier checkpoints that it makes superfluous are removed; if that fails, it warns. Raises
-    UserError if writing fails (a full disk), and leaves the earlier ones as they were.
+    UserError if writing fails (a full disk), and leaves the earlier ones as they were. Rank 0 writes what all ranks of
+    a run hold.
     """
+    weights, moments = _gathered(trained)
+    values, kept = {"step": step, **numbers}, {**(tensors or {}), **moments}
+    trained.world.first(lambda: _write_whole(config, logging, trained, step, values, kept, weights))
+
+
+def _gathered(trained: Trained) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+    """The weights of a sharded model, None of another, which writes its own; and the optimizer's moments."""
+    state = trained.optimizer.state_dict()["state"]
+    moments = ((f"{index}.{name}", gathered(x)) for index, each in state.items() for name, x in each.items())
+    kept = {name: moment.cpu().contiguous() for name, moment in moments if trained.world.main}
+    return gathered_state(trained.model, trained.world) if is_sharded(trained.model) else None, kept
+
+
+def _write_whole(
+    config: Section,
+    logging: LoggingConfig,
+    trained: Trained,
+    step: int,
+    numbers: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    weights: dict[str, Tensor] | None,
+) -> None:
+    """Write a checkpoint into its directory, and remove what it makes superfluous."""
     directory = checkpoint_of(logging, step)
     try:
         with whole_directory(directory, directory.with_name(".unfinished")) as unfinished:
-            _write(unfinished, config, trained, {"step": step, **numbers}, tensors or {})
+            _write(unfinished, config, trained, numbers, tensors, weights)
     except (OSError, SafetensorError) as error:
         earlier = _checkpoints(directory.parent)
         hint = f"the last good checkpoint is {earlier[-1]}" if earlier else "there is no earlier one"
@@ -156,30 +185,32 @@ def saved_on_error(save: Callable[[], Path | None]) -> Iterator[None]:
             raise UserError(f"{error}{hint}") from (error.__cause__ or error)
         if isinstance(error, BudgetTooSmall):
             raise BudgetTooSmall(f"{error}{hint}", error.least) from error
-        print(f"fastrl: {type(error).__name__}{hint}", file=sys.stderr)
+        if hint:
+            print(f"fastrl: {type(error).__name__}{hint}", file=sys.stderr)
         raise
 
 
 def _write(
-    directory: Path, config: Section, trained: Trained, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    directory: Path,
+    config: Section,
+    trained: Trained,
+    numbers: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    weights: dict[str, Tensor] | None,
 ) -> None:
     """Write all files of a checkpoint."""
-    optimizer = trained.optimizer.state_dict()
-    tensors = dict(tensors)
-    for index, moments in optimizer["state"].items():
-        tensors |= {f"{index}.{name}": moment.contiguous() for name, moment in moments.items()}
     numbers = {
         **numbers,
         "data": trained.data,
-        "optimizer": optimizer["param_groups"],
+        "optimizer": trained.optimizer.state_dict()["param_groups"],
         "scheduler": trained.scheduler.state_dict(),
         "config": json_values(config),
     }
-    save_pretrained(trained.model, directory)
+    save_pretrained(trained.model, directory, state_dict=weights)
     trained.tokenizer.save_pretrained(directory)
     for name, model in trained.models.items():
         save_model(model, str(directory / name))
-    save_file(tensors, directory / TENSORS)
+    save_file(dict(tensors), directory / TENSORS)
     (directory / NUMBERS).write_text(to_json(numbers, constant=str) + "\n", encoding="utf-8")
     write_checksums(directory)
 
@@ -210,11 +241,12 @@ def run_folder(
         yield None
 
 
-def as_started(config: Any, checkpoint: Path | None) -> Any:
+def as_started(config: Any, checkpoint: Path | None, world: World = ALONE) -> Any:
     """The config with the micro-batches of a checkpoint's run, if it names none: others would round differently."""
     if checkpoint is None or config.training.micro_batch_tokens is not None:
         return config
-    return with_tokens(config, _numbers(checkpoint)["config"]["training"].get("micro_batch_tokens"))
+    tokens = world.first(lambda: _numbers(checkpoint)["config"]["training"].get("micro_batch_tokens"))
+    return with_tokens(config, tokens)
 
 
 def _checked(config: Section, checkpoint: Path, length: str) -> Path:
@@ -270,40 +302,55 @@ def read_checkpoint(directory: Path, trained: Trained) -> tuple[dict[str, Any], 
     Returns the numbers and tensors that were written with it. Raises UserError if a dataset has other rows, because the
     position in it would mean nothing.
     """
-    numbers = _numbers(directory)
-    for name, (count, digest_now) in trained.data.items():
-        before, digest_before = numbers["data"][name]
-        if digest_now != digest_before:
-            change = "has other rows now" if count == before else f"had {before} rows and now has {count}"
-            raise UserError(f"{directory}: cannot be resumed with another dataset: {name} {change}")
-    try:
-        return numbers, _load_tensors(directory, trained, numbers)
-    except (OSError, SafetensorError) as error:
-        raise _damaged(directory, str(error)) from error
+    whole: dict[str, Any] = {"weights": {}, "moments": {}}  # rank 0's
+
+    def read() -> tuple[dict[str, Any], dict[str, Tensor], dict[str, torch.Size]]:
+        """What all ranks need of it: numbers, the remaining tensors, and the moments' shapes."""
+        numbers = _numbers(directory)
+        for name, (count, digest_now) in trained.data.items():
+            before, digest_before = numbers["data"][name]
+            if digest_now != digest_before:
+                change = "has other rows now" if count == before else f"had {before} rows and now has {count}"
+                raise UserError(f"{directory}: cannot be resumed with another dataset: {name} {change}")
+        try:
+            whole["weights"] = _load_weights(directory, trained)
+            # Copies, not views of a file that will be removed.
+            tensors = {name: tensor.clone() for name, tensor in load_file(directory / TENSORS).items()}
+        except (OSError, SafetensorError) as error:
+            raise _damaged(directory, str(error)) from error
+        whole["moments"] = {key: tensors.pop(key) for key in list(tensors) if key.partition(".")[0].isdigit()}
+        return numbers, tensors, {key: moment.shape for key, moment in whole["moments"].items()}
+
+    world = trained.world
+    numbers, tensors, shapes = world.first(read)
+    if is_sharded(trained.model):
+        spread_state(trained.model, whole["weights"], world)
+    parameters = [parameter for group in trained.optimizer.param_groups for parameter in group["params"]]
+    moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for key, shape in shapes.items():
+        index, _, name = key.partition(".")
+        like = parameters[int(index)] if len(shape) else torch.zeros(())
+        moments[int(index)][name] = spread(whole["moments"].pop(key, None), like, world)
+    trained.optimizer.load_state_dict({"state": moments, "param_groups": numbers["optimizer"]})
+    trained.scheduler.load_state_dict(numbers["scheduler"])
+    return numbers, tensors
 
 
-def _load_tensors(directory: Path, trained: Trained, numbers: dict[str, Any]) -> dict[str, Tensor]:
-    """Load weights and the optimizer; returns the remaining tensors."""
+def _load_weights(directory: Path, trained: Trained) -> dict[str, Tensor]:
+    """Load all models' weights; returns those of a sharded one, which does not have them yet."""
+    for name, model in trained.models.items():
+        load_model(model, directory / name)
     if trained.has_adapters:
         from peft import set_peft_model_state_dict
 
         set_peft_model_state_dict(trained.model, load_file(directory / "adapter_model.safetensors"))
-    else:
-        model_class = type(trained.model)
-        saved = model_class.from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
-        trained.model.load_state_dict(saved.state_dict())
-    for name, model in trained.models.items():
-        load_model(model, directory / name)
-    # Copies, not views of a file that will be removed.
-    tensors = {name: tensor.clone() for name, tensor in load_file(directory / TENSORS).items()}
-    moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
-    for key in list(tensors):
-        index, _, name = key.partition(".")
-        if index.isdigit():
-            moments[int(index)][name] = tensors.pop(key)
-    trained.optimizer.load_state_dict({"state": moments, "param_groups": numbers["optimizer"]})
-    trained.scheduler.load_state_dict(numbers["scheduler"])
-    return tensors
+        return {}
+    model_class: Any = own_class(trained.model)
+    saved = model_class.from_pretrained(directory, dtype=torch.float32, use_safetensors=True).state_dict()
+    if is_sharded(trained.model):
+        return dict(saved)
+    trained.model.load_state_dict(saved)
+    return {}
 
 
 def _numbers(directory: Path) -> dict[str, Any]:

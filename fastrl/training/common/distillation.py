@@ -24,6 +24,7 @@ from fastrl.training.common.loading import load_config, load_tokenizer, name_of
 from fastrl.training.common.policy import Policy, check_token_ids, load_policy
 from fastrl.training.common.rollout import Rollout, hidden_states
 from fastrl.training.common.sections import ModelConfig, TeacherConfig
+from fastrl.training.parallel.world import ALONE, World
 
 # Choosing a teacher's likeliest entries: how many bytes a logit and an entry take, with the work on them. One row fits
 # any budget with which `linear_gathered_logprobs` computes the policy's.
@@ -134,13 +135,15 @@ def check_teacher(settings: TeacherConfig, model: ModelConfig) -> None:
         check_token_ids(list(theirs.values()), size, f"distillation.teacher: {name}")
 
 
-def load_teacher(settings: TeacherConfig, model: ModelConfig, policy: Policy, packing: bool) -> Policy:
+def load_teacher(
+    settings: TeacherConfig, model: ModelConfig, policy: Policy, packing: bool, world: World = ALONE
+) -> Policy:
     """Load a teacher beside its policy: on its device, with its type of products, and frozen.
 
     Its head has at most as many entries as the policy's; those left out are padding, beyond the tokenizer's ids. Raises
     UserError for a model that cannot be a teacher.
     """
-    teacher = load_policy(teacher_model(settings, model), policy.device, packing=packing)
+    teacher = load_policy(teacher_model(settings, model), policy.device, packing=packing, world=world)
     teacher.model.requires_grad_(False)
     return replace(teacher, vocabulary=min(teacher.vocabulary, policy.vocabulary))
 

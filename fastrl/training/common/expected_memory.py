@@ -7,7 +7,7 @@ Llama keep four fifths of that. Attention without a kernel of its own for packed
 a copy in its dtype.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from fastrl.planning.plans import Plan
 from fastrl.training.common.micro_batch import MicroBatches, with_tokens
 from fastrl.training.common.policy import layers_of
 from fastrl.training.common.sections import ModelConfig
+from fastrl.training.parallel.shard import gathered_bytes, local_bytes
+from fastrl.training.parallel.world import ALONE, World
 
 #: Of the free memory: the rest is for what is not modelled, and for gaps between tensors.
 SHARE = 0.9
@@ -31,22 +33,24 @@ class Expected(NamedTuple):
     losses: int  # temporary, in the plan that takes most
     activations: int  # modelled
     plan: Plan | None = None  # that one
+    gathered: int = 0  # what calls of sharded models gather, and its gradients
 
     @property
     def more(self) -> int:
         """What the device does not hold yet."""
-        return self.updates + self.losses + self.activations
+        return self.updates + self.losses + self.activations + self.gathered
 
 
-def expected(models: Iterable[torch.nn.Module], activations: int, plans: Sequence[Plan] = ()) -> Expected:
-    """The sum over models, some of whose weights are trained, and the most of the losses' plans."""
+def expected(models: Sequence[torch.nn.Module], activations: int, plans: Sequence[Plan] = ()) -> Expected:
+    """The sum over models, some of whose weights are trained, and the most of the losses' plans; on this rank."""
     parameters = {id(p): p for model in models for p in model.parameters()}.values()
-    weights = sum(p.numel() * p.element_size() for p in parameters)
-    trained = [4 * p.numel() for p in parameters if p.requires_grad]
+    weights = sum(local_bytes(p) for p in parameters)
+    trained = [p for p in parameters if p.requires_grad]
     # A gradient, its two moments, and the largest gradient once more, before it is added.
-    updates = 3 * sum(trained) + max(trained, default=0)
+    updates = 3 * sum(map(local_bytes, trained)) + max((p.nbytes for p in trained), default=0)
+    held = 2 * sum(gathered_bytes(model, layers_of(model)) for model in models)
     plan = max(plans, key=lambda plan: plan.temporary_bytes, default=None)
-    return Expected(weights, updates, 0 if plan is None else plan.temporary_bytes, activations, plan)
+    return Expected(weights, updates, 0 if plan is None else plan.temporary_bytes, activations, plan, held)
 
 
 def activation_bytes(model: Any, settings: ModelConfig, tokens: int, longest: int, packed: bool = False) -> int:
@@ -138,6 +142,7 @@ def with_micro_batches(
     reserved: float = 0.0,
     text: int = 0,
     cut: bool = True,
+    world: World = ALONE,
 ) -> tuple[Any, MicroBatches, Expected]:
     """The config with the tokens of its micro-batches, these, and what the run is expected to take.
 
@@ -145,16 +150,21 @@ def with_micro_batches(
     `reserved`. `models`: the trained one first; `sizes`: tokens of an update, of its largest row and of its longest
     sequence; `plans`: of the losses, for so many tokens; `text`: activations of a forward of text, in bytes. Without
     `cut` an update stays whole.
+    The ranks of `world` share an update out, and have the same number.
     """
     (whole, alone, longest), packed = sizes, getattr(config.training, "packing", False)
+    share = min(-(-whole // world.size) + alone, whole)  # a rank's, at most
 
     def expect(tokens: int) -> Expected:
-        most = min(max(tokens, alone), whole)
+        most = min(max(tokens, alone), share)
         held = activation_bytes(models[0], config.model, most, longest, packed)
         return expected(models, max(held, text), plans(tokens))
 
     if not cut:
-        return config, MicroBatches(whole, packed), expect(whole)
-    free = SHARE * free_bytes(next(models[0].parameters()).device) - reserved
+        return config, MicroBatches(whole, packed, world=world), expect(whole)
+    device = next(models[0].parameters()).device
+    # Ranks on CPUs are taken to share one.
+    free = SHARE * free_bytes(device) / (world.size if device.type == "cpu" else 1) - reserved
     tokens = min(config.training.micro_batch_tokens or largest_limit(whole, alone, expect, free), whole)
-    return with_tokens(config, tokens), MicroBatches(tokens, packed), expect(tokens)
+    tokens = min(world.gathered(tokens))
+    return with_tokens(config, tokens), MicroBatches(tokens, packed, world=world), expect(tokens)

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from fastrl.training.common.sections import ModelConfig
 
 
-def run_facts(config: Any, name: str, model: torch.nn.Module, device: torch.device) -> dict[str, str]:
+def run_facts(
+    config: Any, name: str, model: torch.nn.Module, device: torch.device, processes: str = ""
+) -> dict[str, str]:
     """The run's objective, model, parameters, dtype, device, seed and versions, in this order: label -> text.
 
     Args:
@@ -23,15 +25,16 @@ def run_facts(config: Any, name: str, model: torch.nn.Module, device: torch.devi
         name: The run's name: the objective, or a stage's command.
         model: The model that is trained, with adapters if it has any.
         device: The device that it is on.
+        processes: How many compute it, if several.
     """
     return {
         "objective": _objective(config, name),
         "model": str(config.model.config if config.model.path is None else config.model.path),
         "parameters": _parameters(model, config.model.lora_rank),
         "dtype": _dtype(config.model),
-        "device": _device(device, config.training.threads),
+        "device": ", ".join(filter(None, [_device(device, config.training.threads), processes])),
         "seed": str(config.training.seed),
-        "versions": ", ".join(f"{package} {number}" for package, number in _versions().items()),
+        "versions": ", ".join(f"{package} {number}" for package, number in versions().items()),
     }
 
 
@@ -65,7 +68,8 @@ def _device(device: torch.device, threads: int | None) -> str:
     return f"{cpu_name()} (CPU, {count} thread{'s' * (count > 1)})" if device.type == "cpu" else str(device)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Package -> its version, of those that a run's numbers depend on most."""
     return {
         "fastrl": fastrl.__version__,
         "torch": torch.__version__,

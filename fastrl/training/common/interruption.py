@@ -9,8 +9,11 @@ from pathlib import Path
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[str]]:
-    """Yield a list that collects these signals by name, so that the loop can stop; a second one ends at once."""
+def stop_signals(quiet: bool = False) -> Iterator[list[str]]:
+    """Yield a list that collects these signals by name, so that the loop can stop; a second one ends at once.
+
+    What comes next is said at once unless `quiet`: a loop on several processes may end otherwise.
+    """
     noted: list[str] = []
 
     def restore() -> None:
@@ -24,6 +27,8 @@ def stop_signals() -> Iterator[list[str]]:
         restore()
         if number == signal.SIGHUP:
             _leave_closed_terminal()
+        if quiet:
+            return
         # Not print: a handler may interrupt another print.
         os.write(2, f"\nfastrl: {noted[0]}: finishing the step, then saving; once more to end at once\n".encode())
 

@@ -31,6 +31,7 @@ from fastrl.base.errors import UserError, one_line
 from fastrl.training.common.files import MARK
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.common.settings import looks_like_path
+from fastrl.training.parallel.world import ALONE, World
 
 # How long the hub may take to say whether it has a model.
 _HUB_SECONDS = 10
@@ -128,17 +129,40 @@ def load_skeleton(config: ModelConfig) -> Any:
         raise _cannot_load("model", name_of(config), error) from error
 
 
-def load_weights(config: ModelConfig, kind: Any = AutoModelForCausalLM, *, new_head: bool = False, **extra: Any) -> Any:
+def load_weights(
+    config: ModelConfig, kind: Any = AutoModelForCausalLM, *, new_head: bool = False, world: World = ALONE, **extra: Any
+) -> Any:
     """The model, loaded by a transformers Auto class, on the CPU in float32, with the adapters of its directory merged.
 
     `extra` are values of its config. Raises UserError for a model that cannot be loaded, and for weights (which it
     lists) that are missing, left over or of another shape. With `new_head` a model of another kind may provide only its
-    decoder: weights outside it may be missing, and then start at random, or be left over.
+    decoder: weights outside it may be missing, and then start at random, or be left over. Of several ranks, rank 0
+    alone reads weights; the models of the others have none, and are otherwise like it.
     """
     model_config = load_config(config, **extra)
     options = {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
     if config.attention is not None:
         options["attn_implementation"] = config.attention
+    loaded: list[Any] = []
+
+    def load() -> tuple[Any, Any]:
+        loaded.append(_read_weights(config, kind, model_config, options, new_head, extra))
+        # Adapters that were merged may have changed the one, and a file of its own has the other.
+        return loaded[0].config, getattr(loaded[0], "generation_config", None)
+
+    own_config, generation_config = world.first(load)
+    if loaded:
+        return loaded[0]
+    with _quiet(), torch.device("meta"):
+        model = kind.from_config(own_config, **options)
+    model.generation_config = generation_config
+    return model
+
+
+def _read_weights(
+    config: ModelConfig, kind: Any, model_config: Any, options: dict[str, Any], new_head: bool, extra: dict[str, Any]
+) -> Any:
+    """The model with its weights, in this process alone."""
     name = name_of(config)
     base = None if config.path is None else _base_of_adapters(name)
     with _quiet():
@@ -146,8 +170,8 @@ def load_weights(config: ModelConfig, kind: Any = AutoModelForCausalLM, *, new_h
             if config.config is not None:
                 return kind.from_config(model_config, **options)
             # Shapes that differ are reported like the other differences; transformers would raise without naming them.
-            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, info = kind.from_pretrained(base or name, **options, **extra)
+            checked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, info = kind.from_pretrained(base or name, **options, **checked, **extra)
         except Exception as error:  # a damaged file makes it raise nearly anything
             raise _cannot_load("model", base or name, error) from error
     kinds = ", ".join(model_config.architectures or [])

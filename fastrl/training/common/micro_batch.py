@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fastrl.base.errors import out_of_memory
+from fastrl.training.parallel.world import ALONE, World
 
 T = TypeVar("T")
 
@@ -38,12 +39,13 @@ class MicroBatches:
     packed: bool = False
     name: str = "micro-batches"  # what they are called where they are halved
     halved: bool = False
+    world: World = ALONE  # whose ranks share them out
 
     def cut(self, shapes: Sequence[Shape]) -> list[list[int]]:
         """The indices of rows of these shapes in each micro-batch, the longest rows first.
 
         They are as few as rows in this order allow, and the largest of so many is as small as can be. A row that is
-        longer than the limit has one of its own.
+        longer than the limit has one of its own. For several ranks they are as many times as few of each.
         """
         if self.limit is None:
             return [list(range(len(shapes)))] if shapes else []
@@ -59,7 +61,8 @@ class MicroBatches:
                 parts[-1].append(row)
             return parts
 
-        fewest = len(within(self.limit))
+        ranks = self.world.size
+        fewest = -(-len(within(self.limit)) // ranks) * ranks
         return within(bisect.bisect_left(range(self.limit), True, key=lambda limit: len(within(limit)) <= fewest))
 
     def noted(self, config: Any) -> Any:
@@ -69,9 +72,10 @@ class MicroBatches:
     def fitted(self, compute: Callable[[], T]) -> T:
         """`compute()`. Where memory runs out, the limit is halved, once, and it is called again.
 
-        What it has done until then must not matter, and nor must the cut.
+        What it has done until then must not matter, and nor must the cut. Of several ranks one may be out of memory
+        while others wait for its part of a sum, so there it is an error.
         """
-        if self.halved or self.limit is None:
+        if self.halved or self.limit is None or self.world.size > 1:
             return compute()
         try:
             return compute()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +21,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastrl.base.errors import UserError, one_line
 from fastrl.models.lm_head import TOLERANCE, LMHead, text_decoder_of
+from fastrl.models.patching import as_forward, is_sharded
 from fastrl.training.common.loading import load_tokenizer, load_weights, name_of
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.common.settings import import_for
 from fastrl.training.common.turn_end import special_ids, turn_end
+from fastrl.training.parallel.shard import reshard, shard
+from fastrl.training.parallel.world import ALONE, World
 
 T = TypeVar("T")
 
@@ -55,8 +58,8 @@ class Policy:
         Only hidden states are arguments, because what shards a model may cast those of a call.
         """
         peft: Any = self.model
-        with autocast(self.device, self.dtype), peft.disable_adapter() if self.without_adapters else nullcontext():
-            return function(*states)
+        with peft.disable_adapter() if self.without_adapters else nullcontext():
+            return in_call(self.model, self.dtype, function, *states)
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, packed: bool = False) -> Tensor:
         """The `decoder_states` of the policy's decoder."""
@@ -117,6 +120,17 @@ class Policy:
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """The context of a forward whose products have this dtype, which may be narrower than the float32 weights."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def in_call(model: Any, dtype: torch.dtype, function: Callable[..., T], *states: Tensor) -> T:
+    """`function(*states)` as a call of the model, which FSDP2 may shard, with products of this dtype."""
+    if not is_sharded(model):
+        with autocast(model.device, dtype):
+            return function(*states)
+    result = as_forward(model, function, *states)  # in which its parameters are of the dtype
+    if not torch.is_grad_enabled():
+        reshard(model)  # else the backward does
+    return result
 
 
 def max_positions(*models: Any) -> int | None:
@@ -195,14 +209,16 @@ def _starts(attention_mask: Tensor) -> Tensor:
     return attention_mask.long().argmax(1, keepdim=True)
 
 
-def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | None = None) -> Policy:
+def load_policy(
+    config: ModelConfig, device: torch.device, *, packing: bool | None = None, world: World = ALONE
+) -> Policy:
     """Load or initialise the model and its tokenizer.
 
     `packing` says how batches will lie, packed or padded; None if it will not compute any. Raises UserError for a model
     that the losses cannot train, and for one that computes a sequence otherwise in such a batch.
     """
     tokenizer = load_tokenizer(config)
-    model = _with_adapters(load_model(config, device), config)
+    model = _with_adapters(load_model(config, device, world=world), config)
     dtype, adapters = getattr(torch, config.dtype), config.lora_rank is not None
     with _refused(name_of(config)):
         vocabulary = len(LMHead.of(model).weight)
@@ -219,8 +235,10 @@ def load_policy(config: ModelConfig, device: torch.device, *, packing: bool | No
     policy = Policy(model, tokenizer, vocabulary, eos_token_ids, pad, dtype, logits_dtype(config), adapters)
     with _refused(name_of(config)), autocast(device, dtype):
         policy.head.check(model, dtype)
+    reshard(model)
     if packing is not None:
-        check_batches(policy.decoder, name_of(config), dtype, packing)
+        with torch.no_grad():
+            policy.compute(partial(check_batches, policy.decoder, name_of(config), dtype, packing))
     return policy
 
 
@@ -248,10 +266,16 @@ def check_token_ids(ids: Sequence[int], vocabulary: int, name: str) -> None:
 
 
 def load_model(
-    config: ModelConfig, device: torch.device, kind: Any = AutoModelForCausalLM, *, new_head: bool = False, **extra: Any
+    config: ModelConfig,
+    device: torch.device,
+    kind: Any = AutoModelForCausalLM,
+    *,
+    new_head: bool = False,
+    world: World = ALONE,
+    **extra: Any,
 ) -> Any:
-    """The model alone, as `load_weights` loads it, on its device and in evaluation mode."""
-    model = load_weights(config, kind, new_head=new_head, **extra)
+    """The model alone, as `load_weights` loads it, on its device and in evaluation mode; sharded over several ranks."""
+    model = load_weights(config, kind, new_head=new_head, world=world, **extra)
     if config.gradient_checkpointing:
         # Later releases of transformers 5 warn about the older name; the first ones have no other.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -260,8 +284,11 @@ def load_model(
             for name in [name for name in vars(layer) if name.endswith("dropout")]:
                 if isinstance(getattr(layer, name), float):
                     setattr(layer, name, 0.0)
-    # Dropout would make the new log-probabilities differ from the old ones before the first update.
-    return model.to(device).eval()
+    model.eval()  # dropout would make the new log-probabilities differ from the old ones before the first update
+    if world.size == 1:
+        return model.to(device)
+    shard(model, layers_of(model), world, getattr(torch, config.dtype))
+    return model
 
 
 def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
@@ -316,7 +343,9 @@ def check_batches(decoder: Any, name: str, dtype: torch.dtype, packing: bool = F
     Models that are not causal read what follows. State-space, linear-attention and convolutional layers read across the
     borders of packed sequences, and so do attention masks that are not made from the positions.
     """
-    dtype = exact_dtype(decoder, dtype)
+    embedding = decoder.get_input_embeddings().weight
+    if embedding.dtype == torch.float32:  # a sharded model's parameters may be narrower
+        dtype = exact_dtype(decoder, dtype)
 
     def difference(tokens: list[int], device: torch.device) -> float:
         """Of the last four states beside a longer sequence and alone, relative to their largest entry."""
@@ -328,7 +357,6 @@ def check_batches(decoder: Any, name: str, dtype: torch.dtype, packing: bool = F
 
     kind, problem = type(decoder).__name__, None
     try:
-        embedding = decoder.get_input_embeddings().weight
         tokens, device = [min(token, len(embedding) - 1) for token in range(8)], embedding.device
         with autocast(device, dtype):
             error = difference(tokens, device)

@@ -6,6 +6,7 @@ padding is EOS (as in most language models).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fastrl.training.common.policy import (
     check_batches,
     check_token_ids,
     decoder_states,
+    in_call,
     left_pad,
     load_model,
     max_positions,
@@ -26,6 +28,7 @@ from fastrl.training.common.policy import (
 from fastrl.training.common.rotary import constant_length
 from fastrl.training.common.scoring import RewardFunctions, Rewards, Scorer
 from fastrl.training.common.sections import ModelConfig, RewardConfig
+from fastrl.training.parallel.world import ALONE, World
 
 # In a model's config.json: the mean of its scores over the reference set of the run that trained it.
 MEAN = "fastrl_score_mean"
@@ -36,9 +39,11 @@ class RewardModel:
 
     name = "model"
 
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, batch_size: int = 64) -> None:
-        """`model` is a sequence classifier that passes `check_classifier`, in evaluation mode."""
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, batch_size: int = 64, world: World = ALONE
+    ) -> None:
+        """`model` is a sequence classifier that passes `check_classifier`, in evaluation mode, on `world`."""
+        self.model, self.tokenizer, self.batch_size, self.world = model, tokenizer, batch_size, world
 
     @classmethod
     def load(
@@ -83,21 +88,27 @@ class RewardModel:
     def score(self, sequences: Sequence[list[int]]) -> list[float]:
         """The score of each sequence of tokens, less the mean."""
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))  # little padding per batch
-        result = [0.0] * len(sequences)
-        for first in range(0, len(order), self.batch_size):
-            rows = order[first : first + self.batch_size]
+        result = torch.zeros(len(sequences), dtype=torch.float64)
+        batches = [order[first : first + self.batch_size] for first in range(0, len(order), self.batch_size)]
+        for rows, weight in self.world.deal(batches):
             scores = score_sequences(self.model, [sequences[i] for i in rows]) - self.mean
-            for i, score in zip(rows, scores.tolist(), strict=True):
-                result[i] = score
-        return result
+            result[rows] += weight * scores.double().cpu()
+        return self.world.total(result).tolist()
 
 
-def score_sequences(model: Any, sequences: Sequence[list[int]]) -> Tensor:
-    """The head's output for each sequence's last token: (B,) float32, differentiable, the mean not subtracted."""
-    input_ids, mask = left_pad(sequences, 0, model.score.weight.device)  # any padding: it is not attended to
-    states = decoder_states(model.base_model, input_ids, mask)[:, -1]
-    scores: Tensor = model.score(states)[:, 0].float()
-    return scores
+def score_sequences(model: Any, sequences: Sequence[list[int]], dtype: torch.dtype = torch.float32) -> Tensor:
+    """The head's output for each sequence's last token: (B,) float32, differentiable, the mean not subtracted.
+
+    Products are of `dtype`; a sharded model's are of its own.
+    """
+    input_ids, mask = left_pad(sequences, 0, model.device)  # any padding: it is not attended to
+
+    def scores() -> Tensor:
+        states = decoder_states(model.base_model, input_ids, mask)[:, -1]
+        found: Tensor = model.score(states)[:, 0].float()
+        return found
+
+    return in_call(model, dtype, scores)
 
 
 def longest_scored(model: Any) -> int | None:
@@ -116,7 +127,8 @@ def check_classifier(
     if head.out_features != 1:
         raise UserError(f"{name}: expected one score (num_labels = 1), got {head.out_features}")
     check_token_ids([*tokenizer.get_vocab().values()], model.get_input_embeddings().weight.shape[0], name)
-    check_batches(model.base_model, name, dtype)
+    with torch.no_grad():
+        in_call(model, dtype, partial(check_batches, model.base_model, name, dtype))
 
 
 def make_rewards(

@@ -21,6 +21,7 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.policy import Policy, reference_of
 from fastrl.training.common.rollout import as_rollout, hidden_states, rollout_logprobs
+from fastrl.training.parallel.world import World
 from fastrl.training.stages.config import DPOConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import PolicyStage, finish, train_policy
 from fastrl.training.stages.rows import Reader, Tokens
@@ -96,18 +97,19 @@ class PreferenceStage(PolicyStage[Pair]):
         if not self.objective.reference:
             return None
         reference = reference_of(self.policy) if self.policy.has_adapters else self.policy
-        logprobs = torch.empty(len(rows), 2)
+        logprobs, world = torch.zeros(len(rows), 2), micro_batches.world
         whole = MicroBatches(None, self.packing)
 
         def fill() -> None:
-            parts = micro_batches.cut(list(map(self.shape, rows)))
-            for part in tqdm(parts, desc="reference", unit="batch", disable=None if rows else True):
+            parts = world.deal(micro_batches.cut(list(map(self.shape, rows))))
+            for part, weight in tqdm(parts, desc="reference", unit="batch", disable=None if rows else True):
                 rollout = as_rollout(self.policy, both([rows[row] for row in part]))
                 sums = rollout_logprobs(reference, rollout, 1.0, whole, self.memory_budget).sum(1)
-                logprobs[part] = sums.view(2, -1).T
+                if weight:
+                    logprobs[part] = sums.view(2, -1).T
 
         micro_batches.fitted(fill)
-        return logprobs
+        return world.total(logprobs)
 
     def attach(self, rows: list[Pair], before: Tensor) -> list[Pair]:
         """The pairs with the reference's log-probabilities."""
@@ -138,7 +140,7 @@ def train(config: DPOConfig, resume: bool = False) -> dict[str, Any]:
 
     objective = config.loss.build()
 
-    def make(policy: Policy) -> PreferenceStage:
+    def make(policy: Policy, world: World) -> PreferenceStage:
         return PreferenceStage(policy, config.training, objective)
 
     return train_policy(make, parse, both, config, "dpo", resume, per_row=2)

@@ -6,8 +6,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastrl import Objective
 from fastrl.base.errors import UserError
+from fastrl.models.patching import is_sharded
 from fastrl.planning.plans import Plan
 from fastrl.training.common.banner import show_end, show_run, show_start
 from fastrl.training.common.checkpoint import (
@@ -45,6 +47,8 @@ from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.saving import check_savable, save_pretrained
 from fastrl.training.common.sections import OptimizerConfig
 from fastrl.training.common.seeds import seed_step, shuffled
+from fastrl.training.parallel.shard import gathered, gathered_state
+from fastrl.training.parallel.world import ALONE, World, facts_of, joined
 from fastrl.training.stages.config import StageConfig, TokenStageConfig, TokenTrainingConfig
 from fastrl.training.stages.rows import Reader, Tokens
 
@@ -92,9 +96,12 @@ class Stage(ABC, Generic[Row]):
         """The rows with their results from `before`."""
         raise NotImplementedError
 
-    def save(self, directory: Path) -> None:
-        """Write model and tokenizer into an empty directory."""
-        save_pretrained(self.model, directory)
+    def complete(self, world: World) -> None:
+        """Compute what the model lacks, once it is trained."""
+
+    def save(self, directory: Path, weights: dict[str, Tensor] | None) -> None:
+        """Write model and tokenizer into an empty directory; `weights` are the model's, if it is sharded."""
+        save_pretrained(self.model, directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
 
@@ -106,7 +113,7 @@ class PolicyStage(Stage[Row]):
         self.has_adapters = policy.has_adapters
         self.packing, self.memory_budget = training.packing, training.memory_budget
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, weights: dict[str, Tensor] | None) -> None:
         """As every stage; adapters go to `adapters` in the directory, and merged into the model's weights beside it.
 
         Adapters alone need the model that they were made for, which may move, or be a random one that is gone.
@@ -114,26 +121,33 @@ class PolicyStage(Stage[Row]):
         if self.policy.has_adapters:
             save_pretrained(self.model, directory / "adapters")
             self.model = self.model.merge_and_unload()
-        super().save(directory)
+        super().save(directory, weights)
 
 
 @contextmanager
-def prepared(config: StageConfig, name: str, resume: bool) -> Iterator[tuple[torch.device, Path | None]]:
-    """Yield the device, and the checkpoint to resume from or None; the run's folder is locked for the block.
+def prepared(config: StageConfig, name: str, resume: bool) -> Iterator[tuple[World, Path | None]]:
+    """Yield the world, and the checkpoint to resume from or None; the run's folder is locked for the block.
 
-    Raises UserError as `run_folder` does, before there is any work to lose.
+    Raises UserError as `joined` and `run_folder` do, before there is any work to lose.
     """
-    with (
-        run_folder(config, config.logging, name, "training.epochs", resume) as checkpoint,
-        cpu_threads(config.training.threads),
-    ):
-        device, epochs = start(config.training), config.training.epochs
-        show_run(config, f"{name}: {epochs} epoch{'s' * (epochs > 1)} in updates of {config.training.batch_size} rows")
-        yield device, checkpoint
+    training = config.training
+    with joined(training, training.shard) as world, ExitStack() as stack:
+        world.check_alike(facts_of(config))
+        if world.size > 1 and config.model.lora_rank is not None:
+            raise UserError(
+                "model.lora_rank: adapters are trained in one process so far; leave it out, or train in one process"
+            )
+        folder = run_folder(config, config.logging, name, "training.epochs", resume)
+        checkpoint = world.first(lambda: stack.enter_context(folder))
+        stack.enter_context(cpu_threads(training.threads))
+        start(training)
+        epochs = training.epochs
+        show_run(config, f"{name}: {epochs} epoch{'s' * (epochs > 1)} in updates of {training.batch_size} rows")
+        yield world, checkpoint
 
 
 def train_policy(
-    make: Callable[[Policy], PolicyStage[Row]],
+    make: Callable[[Policy, World], PolicyStage[Row]],
     parse: Callable[[Reader, dict[str, Any], str], Row],
     completions: Callable[[Sequence[Row]], list[Tokens]],
     config: TokenStageConfig,
@@ -151,11 +165,12 @@ def train_policy(
     used.
     """
     training, data = config.training, config.data
-    with prepared(config, name, resume) as (device, checkpoint):
+    with prepared(config, name, resume) as (world, checkpoint):
         tokens = training.micro_batch_tokens or 1  # the least that may be chosen
+        device = world.device
         check_budget(training, config.model, device, calls(largest_call(training, [1] * per_row, 1, objective)))
-        policy = load_policy(config.model, device, packing=training.packing)
-        stage = make(policy)
+        policy = load_policy(config.model, device, packing=training.packing, world=world)
+        stage = make(policy, world)
         reader = Reader.of(data, policy.tokenizer, training.max_length, max_positions(*stage.models))
         rows, held_out = reader.load(data.source, parse), reader.load(data.eval_source, parse)
         sequences = completions(rows + held_out)
@@ -176,6 +191,7 @@ def train_policy(
             config,
             name,
             checkpoint,
+            world,
             lambda tokens: chosen_plans(training, config.model, policy, largest(tokens)),
         )
 
@@ -200,6 +216,7 @@ def fit(
     config: StageConfig,
     name: str,
     checkpoint: Path | None,
+    world: World,
     plans: Callable[[int], list[Plan]] = lambda tokens: [],
 ) -> dict[str, Any]:
     """Train over the epochs, or those left after a checkpoint, log every update and save the model.
@@ -210,18 +227,20 @@ def fit(
     the first update and at the end of each epoch, as `eval/<metric>`. Raises UserError for a model that cannot be
     saved, before any work, and for a loss or a gradient that is not finite.
     """
-    shapes, device = [stage.shape(row) for row in rows + held_out], next(stage.model.parameters()).device
+    shapes = [stage.shape(row) for row in rows + held_out]
     sizes = _sizes(shapes, config.training.batch_size, getattr(config.training, "packing", False))
-    config, micro_batches, memory = with_micro_batches(as_started(config, checkpoint), stage.models, sizes, plans)
+    config = as_started(config, checkpoint, world)
+    config, micro_batches, memory = with_micro_batches(config, stage.models, sizes, plans, world=world)
     training, logging, started = config.training, config.logging, time.perf_counter()
-    merged = [stage.model.get_base_model()] if stage.has_adapters else []
-    check_savable(name_of(config.model), stage.tokenizer, [stage.model, *merged], logging.output_dir)
+    saved = [stage.model, *([stage.model.get_base_model()] if stage.has_adapters else [])]
+    world.first(lambda: check_savable(name_of(config.model), stage.tokenizer, saved, logging.output_dir))
     updates = -(-len(rows) // training.batch_size)
     steps = training.epochs * updates
     optimizer, scheduler = make_optimizer([(stage.model.parameters(), config.optimizer.peak)], config.optimizer, steps)
     sets = {"data.path": rows, "data.eval_path": held_out}
     data = {field: (len(dataset), digest(dataset)) for field, dataset in sets.items()}
-    trained = Trained(stage.model, stage.tokenizer, stage.has_adapters, optimizer, scheduler, data)
+    world.check_alike({field: f"{count} rows, digest {text[:12]}" for field, (count, text) in data.items()})
+    trained = Trained(stage.model, stage.tokenizer, stage.has_adapters, optimizer, scheduler, data, world=world)
     if checkpoint is None:
         step, computed = 0, {field: stage.before(dataset, micro_batches) for field, dataset in sets.items()}
         kept = {field: tensor for field, tensor in computed.items() if tensor is not None}
@@ -230,59 +249,75 @@ def fit(
         step, kept = state["step"], {field: tensors[field] for field in sets if field in tensors}
     rows, held_out = (stage.attach(sets[f], kept[f]) if f in kept else sets[f] for f in sets)
     interrupted = None
-    first, facts = step, run_facts(config, name, stage.model, device)
+    first, facts = step, run_facts(config, name, stage.model, world.device, str(world) if world.size > 1 else "")
     longest = max(shape.longest for shape in shapes)
     described = f"{len(rows)} rows, {len(held_out)} held out, at most {longest} tokens in a sequence"
-    show_start(config, facts, described, memory, device)
-    with RunLog(config, logging, name, steps, stage.shown, step, facts) as log, stop_signals() as signals:
-        clock = SaveClock(logging)
+    show_start(config, facts, described, memory, world.device, world.size)
+    with ExitStack() as stack:
+        if world.main:
+            log = stack.enter_context(RunLog(config, logging, name, steps, stage.shown, step, facts))
+        signals, clock = stack.enter_context(stop_signals(quiet=world.size > 1)), SaveClock(logging)
 
         def save(step: int) -> Path | None:
             """Save the run after a step, if it is not yet."""
             directory = checkpoint_of(logging, step)
-            if step and not directory.exists():
-                log.sync()
+            if step and world.first(lambda: not directory.exists()):
+                world.first(lambda: log.sync())
                 write_checkpoint(micro_batches.noted(config), logging, trained, step, {}, kept)
             return directory if step else None
+
+        def computing(step: int) -> AbstractContextManager[None]:
+            """Saves where the block raises; but of several ranks one may fail alone, and all are needed to save."""
+            return saved_on_error(partial(save, step) if world.size == 1 else lambda: None)
 
         def evaluated() -> dict[str, float]:
             numbers = measure(stage, held_out, micro_batches, backward=False)
             return {f"eval/{name}": value for name, value in numbers.items() if name != "tokens"}
 
         if checkpoint is None and held_out:
-            log.write(0, evaluated())
+            numbers = evaluated()
+            world.first(lambda: log.write(0, numbers))
         while step < steps:
             seed_step(training.seed, step + 1)
             epoch, number = divmod(step, updates)  # the last one of an epoch may be smaller
             batch = shuffled(len(rows), training.seed, "rows", epoch).split(training.batch_size)[number]
-            with saved_on_error(partial(save, step)):
+            with computing(step):
                 numbers = measure(stage, [rows[i] for i in batch.tolist()], micro_batches, backward=True)
                 numbers |= {"lr": optimizer.param_groups[0]["lr"], "epoch": (step + 1) / updates}
-                numbers["grad_norm"] = _update(optimizer, config.optimizer, step + 1, numbers["loss"])
+                numbers["grad_norm"] = _clip(optimizer, config.optimizer)
+            with saved_on_error(partial(save, step)):
+                _check_finite(step + 1, numbers, config.optimizer)
+            with computing(step):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             scheduler.step()
             step += 1
-            with saved_on_error(partial(save, step)):
+            with computing(step):
                 try:
                     if held_out and step % updates == 0:
                         numbers |= evaluated()
                 finally:
-                    log.write(step, numbers)
-            interrupted = signals[0] if signals and step < steps else None
-            if interrupted or clock.due(step, step == steps):
+                    if world.main:
+                        log.write(step, numbers)
+            told, due = zip(*world.gathered(([*signals], clock.due(step, step == steps))), strict=True)
+            interrupted = next(chain(*told), None) if step < steps else None
+            if interrupted and world.size > 1:
+                print(f"fastrl: {interrupted}: saving after step {step}", file=sys.stderr)
+            if due[0] or interrupted:
                 save(step)
             if interrupted:
                 break
         if not interrupted:
             model = logging.output_dir / "model"
             try:
-                save_model(stage, model)
+                save_model(stage, model, world)
             except (OSError, SafetensorError) as error:
                 raise UserError(
                     f"{model}: cannot save the model: {error}; it is in {checkpoint_of(logging, step)}, and --resume "
                     "writes it again"
                 ) from error
-        seconds = time.perf_counter() - started
-        return log.summarize({"steps": step, "seconds": seconds, "resumed": first, "interrupted": interrupted})
+        summary = {"steps": step, "resumed": first, "interrupted": interrupted}
+        return world.first(lambda: log.summarize({**summary, "seconds": time.perf_counter() - started}))
 
 
 def _sizes(shapes: Sequence[Shape], rows: int, packed: bool) -> tuple[int, int, int]:
@@ -305,38 +340,48 @@ def finish(config: StageConfig, name: str, summary: dict[str, Any], following: s
 
 def measure(stage: Stage[Row], rows: Sequence[Row], micro_batches: MicroBatches, *, backward: bool) -> dict[str, float]:
     """The loss over the rows and its metrics, by micro-batches; with `backward` its gradient is in the parameters."""
-    total, shapes = stage.total(rows), list(map(stage.shape, rows))
+    total, shapes, world = stage.total(rows), list(map(stage.shape, rows)), micro_batches.world
 
     def added() -> dict[str, float | Tensor]:
         stage.model.zero_grad(set_to_none=True)  # of a try that ran out of memory
         sums: dict[str, float | Tensor] = defaultdict(float)
-        for part in micro_batches.cut(shapes):
+        for part, weight in world.deal(micro_batches.cut(shapes)):
             with torch.set_grad_enabled(backward), checkpointing(stage.model):
                 loss, numbers = stage.part([rows[row] for row in part], total)
                 if backward:
-                    loss.backward()
+                    (loss * weight * world.size).backward()  # FSDP2 averages over the ranks
             for name, value in {"loss": loss.detach(), **numbers}.items():
-                sums[name] += value.double() if isinstance(value, Tensor) else value
+                sums[name] += (value.double() if isinstance(value, Tensor) else value) * weight
         return sums
 
-    return {name: float(value) for name, value in micro_batches.fitted(added).items()}
+    sums = micro_batches.fitted(added)
+    values = world.total(torch.tensor([float(value) for value in sums.values()], dtype=torch.float64))
+    return dict(zip(sums, values.tolist(), strict=True))
 
 
-def _update(optimizer: torch.optim.Optimizer, settings: OptimizerConfig, step: int, loss: float) -> float:
-    """One step of AdamW on the clipped gradient, which is then cleared; returns its norm before clipping."""
+def _clip(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> float:
+    """Scale the gradients down to the largest norm that they may have; returns their norm before."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
+    return float(gathered(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)))
+
+
+def _check_finite(step: int, numbers: Mapping[str, float], settings: OptimizerConfig) -> None:
+    """Raise UserError unless a step's loss and gradient are numbers."""
+    loss, norm = numbers["loss"], numbers["grad_norm"]
     if not math.isfinite(loss + norm):
         raise (UserError if math.isfinite(loss) else Diverged)(  # weights that give no loss are not saved
             f"step {step}: expected a finite loss and gradient, got loss {loss:.4g} and gradient norm {norm:.4g}; if "
             f"training diverged, {calmer(settings)}"
         )
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
 
 
-def save_model(stage: Stage[Any], directory: Path) -> None:
+def save_model(stage: Stage[Any], directory: Path, world: World = ALONE) -> None:
     """Write the stage's model to `directory`, which exists only once it is complete."""
-    with whole_directory(directory, directory.with_name(f".{directory.name}.unfinished")) as unfinished:
-        stage.save(unfinished)
+    stage.complete(world)
+    weights = gathered_state(stage.model, world) if is_sharded(stage.model) else None
+
+    def write() -> None:
+        with whole_directory(directory, directory.with_name(f".{directory.name}.unfinished")) as unfinished:
+            stage.save(unfinished, weights)
+
+    world.first(write)

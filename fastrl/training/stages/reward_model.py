@@ -7,7 +7,6 @@ shifted so that their mean over the training responses, or over the completions 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from fastrl import reward_model_loss
 from fastrl.base.errors import UserError
 from fastrl.training.common.loading import load_tokenizer, name_of
 from fastrl.training.common.micro_batch import Shape
-from fastrl.training.common.policy import autocast, load_model
+from fastrl.training.common.policy import load_model
 from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, longest_scored, score_sequences
 from fastrl.training.common.sources import Source, field_of
+from fastrl.training.parallel.world import World
 from fastrl.training.stages.config import RewardModelConfig
 from fastrl.training.stages.loop import Stage, finish, fit, prepared
 from fastrl.training.stages.rows import Reader
@@ -60,9 +60,8 @@ class RewardModelStage(Stage[Ranked]):
         sequences = [tokens for row in rows for tokens in row.sequences]
         ranks = torch.tensor([rank for row in rows for rank in row.ranks])
         prompts = torch.tensor([i for i, row in enumerate(rows) for _ in row.ranks])
-        device = self.model.score.weight.device
-        with autocast(device, self.dtype):
-            scores = score_sequences(self.model, sequences)
+        scores = score_sequences(self.model, sequences, self.dtype)
+        device = scores.device
         loss = reward_model_loss(scores, ranks.to(device), prompts.to(device)) * (len(rows) / total)
         numbers = {"accuracy": 0.0, "margin": 0.0, "tokens": float(sum(map(len, sequences)))}
         values = scores.detach().cpu()
@@ -73,12 +72,11 @@ class RewardModelStage(Stage[Ranked]):
             numbers["margin"] += float(margins.mean()) / total
         return loss, numbers
 
-    def save(self, directory: Path) -> None:
-        """Shift the scores by their mean over the reference, and write the model."""
+    def complete(self, world: World) -> None:
+        """Shift the scores by their mean over the reference."""
         setattr(self.model.config, MEAN, 0.0)
-        scores = RewardModel(self.model, self.tokenizer).score(self.reference)
+        scores = RewardModel(self.model, self.tokenizer, world=world).score(self.reference)
         setattr(self.model.config, MEAN, sum(scores) / len(scores))
-        super().save(directory)
 
 
 def parse(reader: Reader, row: dict[str, Any], where: str) -> Ranked:
@@ -102,10 +100,11 @@ def train(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
 
     Raises UserError before the first update for input that cannot be used.
     """
-    with prepared(config, "reward-model", resume) as (device, checkpoint):
+    with prepared(config, "reward-model", resume) as (world, checkpoint):
         tokenizer = load_tokenizer(config.model)
+        options: dict[str, Any] = {"new_head": True, "num_labels": 1, "world": world}
         # Of a language model only the decoder is used: its own head is left over, and the score head is new.
-        model = load_model(config.model, device, AutoModelForSequenceClassification, new_head=True, num_labels=1)
+        model = load_model(config.model, world.device, AutoModelForSequenceClassification, **options)
         dtype = getattr(torch, config.model.dtype)
         check_classifier(model, tokenizer, name_of(config.model), dtype)
         setattr(model.config, MEAN, 0.0)
@@ -121,7 +120,7 @@ def train(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
             reference_rows = reader.load(reference_source, lambda r, row, where: r.tokens(row, "completion", where))
             reference = [tokens.all for tokens in reference_rows]
         stage = RewardModelStage(model, tokenizer, dtype, reference)
-        return fit(stage, rows, held_out, config, "reward-model", checkpoint)
+        return fit(stage, rows, held_out, config, "reward-model", checkpoint, world)
 
 
 def _with_pairs(rows: list[Ranked], source: Source) -> list[Ranked]:

@@ -16,6 +16,7 @@ from fastrl.training.common.memory_needs import LossCall
 from fastrl.training.common.micro_batch import Shape
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.rollout import Rollout, as_rollout, hidden_states
+from fastrl.training.parallel.world import World
 from fastrl.training.stages.config import SFTConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import PolicyStage, finish, train_policy
 from fastrl.training.stages.rows import Reader, Tokens
@@ -80,10 +81,10 @@ def train(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
     if settings is not None:
         check_teacher(settings, config.model)
 
-    def make(policy: Policy) -> SFT:
+    def make(policy: Policy, world: World) -> SFT:
         if settings is None:
             return SFT(policy, training)
-        teacher = load_teacher(settings, config.model, policy, training.packing)
+        teacher = load_teacher(settings, config.model, policy, training.packing, world)
         packing, budget = training.packing, training.memory_budget
         return SFT(policy, training, Distillation(teacher, settings, packing=packing, memory_budget=budget))
 

@@ -218,9 +218,9 @@ def computed(monkeypatch):
         return spy
 
     def sequences(score):
-        def spy(model, given):
+        def spy(model, given, dtype):
             found["sequences"].extend(given)
-            return score(model, given)
+            return score(model, given, dtype)
 
         return spy
 

@@ -239,7 +239,7 @@ FAILURES: dict[str, tuple[str, int, Exception, str]] = {
         "training.memory_budget: 9 bytes",
     ),
     "stage": (
-        "fastrl.training.stages.loop._update",
+        "fastrl.training.stages.loop._clip",
         4,
         RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
         "out of memory: DefaultCPUAllocator: can't allocate memory: 9 bytes; saved",
@@ -311,7 +311,7 @@ def test_what_cannot_be_recorded_is_in_the_checkpoint(arguments, tmp_path, capfd
 def test_an_error_before_the_first_step_leaves_room_for_the_next_try(arguments, failing, tmp_path, capfd):
     command = [*arguments("sft", "run"), "--logging.overwrite", "false", "--resume"]
     for _ in range(2):
-        with failing("fastrl.training.stages.loop._update", 1, UserError("mine")):
+        with failing("fastrl.training.stages.loop._clip", 1, UserError("mine")):
             assert main(command) == 2
         assert capfd.readouterr().err.splitlines()[-1] == "fastrl: mine"
     assert main(command) == 0
@@ -345,7 +345,7 @@ def test_an_overwritten_run_is_kept_aside_if_it_has_a_checkpoint(arguments, fail
     folder = tmp_path / "run"
     assert main(arguments("sft", "run")) == 0
     before = files(folder)
-    with failing("fastrl.training.stages.loop._update", 1, UserError("mine")):
+    with failing("fastrl.training.stages.loop._clip", 1, UserError("mine")):
         assert main(arguments("sft", "run")) == 2
     assert files(folder / "replaced") == before
     assert main(arguments("sft", "run")) == 0  # what it replaces has nothing to keep
@@ -390,7 +390,7 @@ def test_a_record_that_lacks_steps_is_told(arguments, at_step, tmp_path, capfd):
 def test_a_model_that_cannot_be_saved_is_in_the_checkpoint(arguments, tmp_path, capfd, monkeypatch):
     command, folder = arguments("sft", "run"), tmp_path / "run"
 
-    def full(stage: Any, directory: Path) -> None:
+    def full(stage: Any, directory: Path, weights: None) -> None:
         (directory / "model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 

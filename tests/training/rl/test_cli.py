@@ -192,14 +192,6 @@ def test_ctrl_c_during_the_imports_ends_in_one_line():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "fastrl: interrupted\n")
 
 
-def test_torchrun_is_refused_in_one_line(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["train", "x.toml"]) == 2
-    assert capsys.readouterr().err == (
-        "fastrl: train runs in one process, and torchrun started 2: start it without torchrun\n"
-    )
-
-
 def test_a_mistake_in_a_config_is_found_before_transformers_is_imported(tmp_path):
     run = f"fastrl.cli.main(['sft', '{tmp_path}/x.toml'])"
     code = f"import sys, fastrl.cli; print({run}, 'transformers' in sys.modules)"

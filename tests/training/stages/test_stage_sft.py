@@ -17,7 +17,7 @@ from fastrl.training.common.rollout import completion_texts
 from fastrl.training.common.sections import ModelConfig, OptimizerConfig, RolloutConfig
 from fastrl.training.common.transcript import Transcript
 from fastrl.training.stages.config import SFTConfig, TokenTrainingConfig
-from fastrl.training.stages.loop import _update, measure, save_model
+from fastrl.training.stages.loop import _check_finite, _clip, measure, save_model
 from fastrl.training.stages.rows import Tokens
 from fastrl.training.stages.sft import SFT, train
 
@@ -142,7 +142,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_have_it(
     optimizer = torch.optim.AdamW([weight], lr=0.1)
     weight.grad = torch.tensor([0.5, torch.nan])
     with pytest.raises(UserError, match=r"step 3: .*, got loss 1 and gradient norm nan"):
-        _update(optimizer, OptimizerConfig(lr=0.1), 3, 1.0)
+        _check_finite(3, {"loss": 1.0, "grad_norm": _clip(optimizer, OptimizerConfig(lr=0.1))}, OptimizerConfig(lr=0.1))
     assert weight.tolist() == [1.0, 1.0]
 
 
