@@ -84,7 +84,8 @@ def read_command(name: str, argv: list[str]) -> Callable[[], int]:
     the work is to start so many processes, each of which does the command's.
     """
     command = COMMANDS[name]
-    started, (processes, argv) = started_processes(), _processes(name, argv) if command.on_ranks else (None, argv)
+    started = started_processes()
+    processes, argv = _processes(name, argv) if command.on_ranks else (None, argv)
     if started > 1 and not command.on_ranks:
         raise UserError(f"{name} runs in one process, and torchrun started {started}: start it without torchrun")
     if started > 1 and processes is not None:

@@ -117,9 +117,25 @@ def write_checkpoint(
     UserError if writing fails (a full disk), and leaves the earlier ones as they were. Rank 0 writes what all ranks of
     a run hold.
     """
-    weights, moments = _gathered(trained)
-    values, kept = {"step": step, **numbers}, {**(tensors or {}), **moments}
-    trained.world.first(lambda: _write_whole(config, logging, trained, step, values, kept, weights))
+    directory, (weights, moments) = checkpoint_of(logging, step), _gathered(trained)
+
+    def write() -> None:
+        try:
+            with whole_directory(directory, directory.with_name(".unfinished")) as unfinished:
+                values, kept = {"step": step, **numbers}, {**(tensors or {}), **moments}
+                _write(unfinished, config, trained, values, kept, weights)
+        except (OSError, SafetensorError) as error:
+            earlier = _checkpoints(directory.parent)
+            hint = f"the last good checkpoint is {earlier[-1]}" if earlier else "there is no earlier one"
+            raise UserError(f"step {step}: cannot save a checkpoint in {directory.parent}: {error}; {hint}") from error
+        keep = logging.keep_checkpoints
+        for old in _checkpoints(directory.parent)[:-keep] if keep else ():
+            try:
+                remove(old)
+            except OSError as error:  # such as a network disk's: the new one is complete, so the run goes on
+                print(f"fastrl: warning: {old}: cannot be removed: {error}", file=sys.stderr)
+
+    trained.world.first(write)
 
 
 def _gathered(trained: Trained) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
@@ -128,32 +144,6 @@ def _gathered(trained: Trained) -> tuple[dict[str, Tensor] | None, dict[str, Ten
     moments = ((f"{index}.{name}", gathered(x)) for index, each in state.items() for name, x in each.items())
     kept = {name: moment.cpu().contiguous() for name, moment in moments if trained.world.main}
     return gathered_state(trained.model, trained.world) if is_sharded(trained.model) else None, kept
-
-
-def _write_whole(
-    config: Section,
-    logging: LoggingConfig,
-    trained: Trained,
-    step: int,
-    numbers: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    weights: dict[str, Tensor] | None,
-) -> None:
-    """Write a checkpoint into its directory, and remove what it makes superfluous."""
-    directory = checkpoint_of(logging, step)
-    try:
-        with whole_directory(directory, directory.with_name(".unfinished")) as unfinished:
-            _write(unfinished, config, trained, numbers, tensors, weights)
-    except (OSError, SafetensorError) as error:
-        earlier = _checkpoints(directory.parent)
-        hint = f"the last good checkpoint is {earlier[-1]}" if earlier else "there is no earlier one"
-        raise UserError(f"step {step}: cannot save a checkpoint in {directory.parent}: {error}; {hint}") from error
-    keep = logging.keep_checkpoints
-    for old in _checkpoints(directory.parent)[:-keep] if keep else ():
-        try:
-            remove(old)
-        except OSError as error:  # such as a network disk's: the new one is complete, so the run goes on
-            print(f"fastrl: warning: {old}: cannot be removed: {error}", file=sys.stderr)
 
 
 @contextmanager
@@ -195,7 +185,7 @@ def _write(
     config: Section,
     trained: Trained,
     numbers: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
+    tensors: dict[str, Tensor],
     weights: dict[str, Tensor] | None,
 ) -> None:
     """Write all files of a checkpoint."""
@@ -210,7 +200,7 @@ def _write(
     trained.tokenizer.save_pretrained(directory)
     for name, model in trained.models.items():
         save_model(model, str(directory / name))
-    save_file(dict(tensors), directory / TENSORS)
+    save_file(tensors, directory / TENSORS)
     (directory / NUMBERS).write_text(to_json(numbers, constant=str) + "\n", encoding="utf-8")
     write_checksums(directory)
 

@@ -92,7 +92,8 @@ class RewardModel:
         batches = [order[first : first + self.batch_size] for first in range(0, len(order), self.batch_size)]
         for rows, weight in self.world.deal(batches):
             scores = score_sequences(self.model, [sequences[i] for i in rows]) - self.mean
-            result[rows] += weight * scores.double().cpu()
+            if weight:
+                result[rows] = scores.double().cpu()
         return self.world.total(result).tolist()
 
 
