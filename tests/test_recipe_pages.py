@@ -11,6 +11,7 @@ import pytest
 from doc_pages import Block, page_of
 from places import EXAMPLES, ROOT
 
+from fastrl.training.commands import _processes
 from fastrl.training.common.settings import parse_command_line
 from fastrl.training.rl.config import Config
 
@@ -24,20 +25,34 @@ def blocks(name: str) -> list[Block]:
     return page_of(f"docs/recipes/{name}.md").of("sh")
 
 
-def commands(name: str, program: str) -> list[list[str]]:
-    """The words of a page's commands of a program, without what precedes it."""
-    words = (words for block in blocks(name) for words in doc_checks.commands(block))
-    return [[program, *rest] for first, *rest in words if Path(first).name == program]
+def commands(name: str, *programs: str) -> list[list[str]]:
+    """The words of a page's commands of these programs, without what precedes them; those of what torchrun starts."""
+    found = []
+    for block in blocks(name):
+        for first, *rest in doc_checks.commands(block):
+            words = [Path(first).name, *rest]
+            if words[0] == "torchrun":
+                words = words[words.index("-m") + 1 :]
+            found += [words] if words[0] in programs else []
+    return found
 
 
 def parsed(words: list[str]) -> Config:
     """The config of a command `fastrl train`."""
-    config, _ = parse_command_line(Config, "train", words[2:], {"resume": ""})
+    _, arguments = _processes("train", words[2:])
+    config, _ = parse_command_line(Config, "train", arguments, {"resume": ""})
     return config
 
 
 def trainings(name: str) -> list[Config]:
     return [parsed(words) for words in commands(name, "fastrl") if words[1] == "train"]
+
+
+def servers(name: str) -> list[tuple[list[str], Config]]:
+    """The words of each server's command, with the config of the first training after it."""
+    words = [words for words in commands(name, "vllm", "fastrl") if words[1] in ("serve", "train")]
+    pairs = zip(words, [*words[1:], []], strict=True)
+    return [(first, parsed(second)) for first, second in pairs if first[0] == "vllm"]
 
 
 def test_each_recipe_has_a_page_that_the_index_names() -> None:
@@ -63,20 +78,22 @@ def test_the_pages_commands_train_the_recipe(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_server_is_started_with_what_the_config_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config = trainings(name)[0]
-    (words,) = commands(name, "vllm")
-    assert words[:3] == ["vllm", "serve", config.model.path]
-    assert "VLLM_SERVER_DEV_MODE=1" in next(block for block in blocks(name) if "vllm serve" in block.text).text
-    options = words[3:]
-    values = {option: value for option, value in zip(options, [*options[1:], "--"], strict=True) if option[:2] == "--"}
-    assert config.rollout.url == f"http://{values['--host']}:{values['--port']}"
-    assert values["--dtype"] == config.model.dtype
-    assert int(values["--max-model-len"]) == (config.data.max_prompt_tokens or 0) + config.rollout.max_new_tokens
-    assert values["--logprobs-mode"] == "processed_logprobs" and "--enable-scale-out" in values
-    assert values["--weight-transfer-config"] == '{"backend": "fastrl"}'
-    assert ("--return-sampling-mask" in values) == config.rollout.truncates
-    assert ("--enable-return-routed-experts" in values) == config.rollout.keep_routing
-    assert ("--enable-sleep-mode" in values) == config.rollout.sleep
+    texts = [block.text for block in blocks(name) if "vllm serve" in block.text]
+    assert texts and all("VLLM_SERVER_DEV_MODE=1" in text for text in texts)
+    found = servers(name)
+    assert len(found) == len(texts)
+    for words, config in found:
+        assert words[:3] == ["vllm", "serve", config.model.path]
+        options = words[3:]
+        values = {name: value for name, value in zip(options, [*options[1:], "--"], strict=True) if name[:2] == "--"}
+        assert config.rollout.url == f"http://{values['--host']}:{values['--port']}"
+        assert values["--dtype"] == config.model.dtype
+        assert int(values["--max-model-len"]) == (config.data.max_prompt_tokens or 0) + config.rollout.max_new_tokens
+        assert values["--logprobs-mode"] == "processed_logprobs" and "--enable-scale-out" in values
+        assert values["--weight-transfer-config"] == '{"backend": "fastrl"}'
+        assert ("--return-sampling-mask" in values) == config.rollout.truncates
+        assert ("--enable-return-routed-experts" in values) == config.rollout.keep_routing
+        assert ("--enable-sleep-mode" in values) == config.rollout.sleep
 
 
 def test_every_server_is_started_for_this_machine_alone() -> None:
@@ -107,5 +124,5 @@ def test_vllm_knows_every_option_on_the_pages(tmp_path: Path) -> None:
     index = (PAGES / "README.md").read_text(encoding="utf-8")
     used = set(re.findall(r"(?m)^\| `(--[a-z-]+)", index))
     for name in RECIPES:
-        used |= {word for word in commands(name, "vllm")[0] if word.startswith("--")}
+        used |= {word for words in commands(name, "vllm") for word in words if word.startswith("--")}
     assert len(used) > 8 and used <= known_options, used - known_options

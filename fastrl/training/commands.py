@@ -45,7 +45,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "rl.config:Config", "rl.train", f"Train a language model by reinforcement learning. {_SIGNALS}", _RESUME
+        "rl.config:Config",
+        "rl.train",
+        f"Train a language model by reinforcement learning. {_SIGNALS}",
+        _RESUME,
+        on_ranks=True,
     ),
     "sft": Command(
         "stages.config:SFTConfig",

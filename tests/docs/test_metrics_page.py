@@ -7,7 +7,8 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,11 +22,15 @@ from fastrl.cli import main
 from fastrl.losses.divergence import DivergenceLoss
 from fastrl.losses.kto import KTOLoss
 from fastrl.losses.preference import PreferenceLoss
+from fastrl.training.parallel.world import World
+from fastrl.training.rl.train import over_ranks
 
 PAGE = ROOT / "docs" / "metrics.md"
 TRAIN, STAGES, RESULTS = "fastrl train", "fastrl sft, dpo and reward-model", "Results of the other losses"
 #: The parts of "fastrl train" whose rows are the keys of a policy loss's `out.metrics`.
 OF_THE_LOSS = ("Policy loss", "Rollout correction")
+#: The part of it with the metrics of runs on several processes, of which this file starts none.
+OF_RANKS = "Several processes"
 
 # Draws digits uniformly, without weights.
 ENGINE = """
@@ -205,7 +210,15 @@ def test_the_trainer_logs_what_the_page_lists(rl: Callable[..., set[str]], folde
         },
     )
     distilled = rl(distillation={"teacher": teacher}, objective={"name": "reinforce"})
-    assert_equal(ppo | engine | distilled, listed(TRAIN))
+    of_ranks = listed(TRAIN, OF_RANKS)
+    assert of_ranks
+    assert_equal(ppo | engine | distilled, [name for name in listed(TRAIN) if name not in of_ranks])
+
+
+def test_several_processes_log_what_the_page_lists() -> None:
+    world = cast(World, SimpleNamespace(size=2, gathered=lambda own: [own, own]))
+    own = {"time/step": 2.0, "time/update": 1.0, "memory/peak_gib": 1.0, "reward": 0.5}
+    assert_equal(over_ranks(world, own).keys() - own.keys(), listed(TRAIN, OF_RANKS))
 
 
 def test_the_stages_log_what_the_page_lists(run: Callable[..., set[str]], folder: Path) -> None:
@@ -229,7 +242,10 @@ INTERNAL, CHECKPOINTS = {"kl_last", "seconds"}, ("checkpoint.py", "run.py")
 
 
 def written_in(path: Path) -> Iterator[str]:
-    """What a module names, in a run or not: `numbers["..."] = ...`, `numbers |= {"...": ...}`, `timed("...")`."""
+    """What a module names, in a run or not.
+
+    That is `numbers["..."] = ...`, `numbers |= {"...": ...}`, `timed("...", ...)`, `world.working("...", ...)`.
+    """
     kept = {"numbers", "metrics", "shape"}
     for node in ast.walk(ast.parse(path.read_text())):
         if (
@@ -244,7 +260,7 @@ def written_in(path: Path) -> Iterator[str]:
                 yield from (key.value for key in node.value.keys if isinstance(key, ast.Constant))
         if (
             isinstance(node, ast.Call)
-            and getattr(node.func, "id", "") == "timed"
+            and getattr(node.func, "id", getattr(node.func, "attr", "")) in ("timed", "working")
             and isinstance(node.args[0], ast.Constant)
         ):
             yield node.args[0].value

@@ -28,6 +28,7 @@ from fastrl.planning.budget import BudgetTooSmall
 from fastrl.training.common.checkpoint import saved_on_error
 from fastrl.training.common.health import Watch
 from fastrl.training.common.lock import sole_writer
+from fastrl.training.parallel.world import ALONE
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
@@ -149,7 +150,7 @@ def test_the_errors_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(r"RuntimeError: \[enforce fail.*DefaultCPUAllocator: can't allocate memory.*", first)
     assert general(second) in lines
 
-    with pytest.raises(UserError) as full, saved_on_error(lambda: Path("runs/mine/checkpoints/step-000120")):
+    with pytest.raises(UserError) as full, saved_on_error(lambda: Path("runs/mine/checkpoints/step-000120"), ALONE):
         raise torch.OutOfMemoryError("CUDA out of memory. ...\nmore")
     assert general(f"fastrl: {full.value}") in lines
 

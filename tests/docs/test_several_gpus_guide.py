@@ -89,8 +89,8 @@ def refused(pair: Ranks, tables: dict[str, Any], capsys: pytest.CaptureFixture[s
         assert main(words) == 2
         return capsys.readouterr().err.removeprefix("fastrl: ").strip()
 
-    def on_ranks(table: str, **fields: object) -> str:
-        one, other = pair.run(rank_runs.train, "sft", tables | {table: tables.get(table, {}) | fields})
+    def on_ranks(table: str, command: str = "sft", **fields: object) -> str:
+        one, other = pair.run(rank_runs.train, command, tables | {table: tables.get(table, {}) | fields})
         assert isinstance(one, str) and one == other
         return one
 
@@ -102,13 +102,14 @@ def refused(pair: Ranks, tables: dict[str, Any], capsys: pytest.CaptureFixture[s
     yield command("sft", "sft.toml", "--nproc", "0")
     with started[0], started[1]:
         yield command("sft", "sft.toml", "--nproc", "2")
-    yield command("train", "train.toml", "--nproc", "2")
+    yield command("sample", "sample.toml", "--nproc", "2")
     with started[0], started[1]:
-        yield command("train", "train.toml")
+        yield command("sample", "sample.toml")
     yield on_ranks("training", shard=3)
     with patch.object(parallel, "find_device", torch.device):
         yield said(parallel._device_of, "cuda:0", 0)
-    yield on_ranks("model", lora_rank=4)
+    tables |= {"reward": {"function": "fastrl.rewards.length"}, "objective": {"name": "grpo"}}
+    yield on_ranks("rollout", command="train", engine="vllm")
     yield unlike("training.seed", 0, 1)
     yield unlike("version of torch", "2.13.0", "2.12.0")
     yield unlike("data.path", "2 rows, digest 3f0a", "3 rows, digest 77c1")

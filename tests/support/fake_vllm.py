@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -63,7 +63,8 @@ class FakeVLLM:
     backend: str | None = "fastrl"
     ignores_weights: bool = False
     calls: list[tuple[str, Any]] = field(default_factory=list)  # route and body, in the order of their arrival
-    # By route: what to do instead of answering, given what makes the answer. The next of an iterator, or always.
+    # By route: what to do instead of answering, given what makes the answer (its `args` are route and body). The next
+    # of an iterator, or always.
     instead: dict[str, Callable[..., Any] | Iterator[Callable[..., Any]]] = field(default_factory=dict)
     port: int = 0
     key: str | None = None  # that --api-key names
@@ -147,9 +148,7 @@ class FakeVLLM:
                     if isinstance(action, Iterator):
                         action = next(action, None)
 
-                def make():
-                    return fake.answer(parts.path, body)
-
+                make = partial(fake.answer, parts.path, body)
                 if fake.key and parts.path == GENERATE and self.headers["Authorization"] != f"Bearer {fake.key}":
                     action = always(Reply(401, {"error": "Unauthorized"}))
                 reply = make() if action is None else action(make)

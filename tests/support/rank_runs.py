@@ -21,6 +21,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def size() -> int:
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def train(
     name: str, tables: dict[str, Any], resume: bool = False, stop: tuple[int, int] | None = None
 ) -> dict[str, Any] | str:
@@ -40,9 +45,10 @@ def train(
         patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
         patch("fastrl.training.common.log.RunLog.draw", lambda self: None),
         patch("fastrl.training.stages.loop.seed_step", seed),
+        patch("fastrl.training.rl.train.seed_step", seed),
     ):
         try:
-            summary: dict[str, Any] = module.train(command.kind.model_validate(tables), resume)
+            summary: dict[str, Any] = module.train(command.kind.model_validate(tables), resume=resume)
         except UserError as error:
             return str(error)
         return summary

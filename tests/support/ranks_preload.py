@@ -22,6 +22,7 @@ if importlib.util.find_spec("transformers") is not None:
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
+    import fastrl.training.rl.train
     import fastrl.training.stages.dpo
     import fastrl.training.stages.reward_model
     import fastrl.training.stages.sft

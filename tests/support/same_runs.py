@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def assert_same_files(found: Tables, expected: Tables) -> None:
         values = [json.loads((each / path.name).read_text()) for each in (first, second)]
         if path.name == NUMBERS:
             values = [_keys(each) for each in values]
+        elif path.name == "adapter_config.json":  # peft writes a set as a list
+            values = [each | {"target_modules": sorted(each["target_modules"])} for each in values]
         assert values[0] == values[1], path.name
 
 
@@ -72,3 +75,34 @@ def _keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _keys(each) for key, each in value.items()}
     return [_keys(each) for each in value] if isinstance(value, list) else None
+
+
+def assert_same_steps(found: Tables, expected: Tables, steps: int, rounding: float = ROUNDING) -> None:
+    """Metrics of `fastrl train`, but those of time and memory, its samples, and all weights of the last checkpoint."""
+    first, second = ([_learned(line) for line in metrics(each)] for each in (found, expected))
+    assert [line["step"] for line in second] == list(range(steps + 1))
+    for mine, theirs in zip(first, second, strict=True):
+        assert mine == pytest.approx(theirs, rel=rounding, abs=rounding, nan_ok=True), theirs["step"]
+    mine, theirs = ([*(folder(each) / "checkpoints").iterdir()] for each in (found, expected))
+    assert {path.name for path in mine} == {path.name for path in theirs}
+    for one, other in zip(*(json_lines(folder(each) / "samples.jsonl") for each in (found, expected)), strict=True):
+        assert [one.pop(name) for name in ("completion", "prompt")] == [other.pop(n) for n in ("completion", "prompt")]
+        assert _numbers(one) == pytest.approx(_numbers(other), rel=rounding, abs=rounding)
+    last = checkpoints(folder(expected))[-1]
+    for path in (folder(expected) / "checkpoints" / last).glob("*.safetensors"):
+        one, other = load_file(path), load_file(folder(found) / "checkpoints" / last / path.name)
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=rounding)
+
+
+def _numbers(value: Any) -> list[float]:
+    """Those in a JSON value."""
+    if isinstance(value, dict | list):
+        return [number for each in (value.values() if isinstance(value, dict) else value) for number in _numbers(each)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+def _learned(record: dict[str, float | None]) -> dict[str, float]:
+    kept = {name: x for name, x in record.items() if not name.startswith(("time/", "mean_time/", "memory/", "mean_m"))}
+    return {name: math.nan if x is None else x for name, x in kept.items()}

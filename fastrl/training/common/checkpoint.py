@@ -9,15 +9,16 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, load_model, save_file, save_model
+from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -84,6 +85,14 @@ class SaveClock:
     def __init__(self, logging: LoggingConfig) -> None:
         self.logging, self.saved = logging, time.monotonic()
 
+    def decide(self, step: int, last: bool, signals: Sequence[str], world: World) -> tuple[str | None, bool]:
+        """The signal that ends the run after this step, or None; and whether to save it: of all ranks the same."""
+        told, due = zip(*world.gathered(([*signals], self.due(step, last))), strict=True)
+        interrupted = None if last else next(chain(*told), None)
+        if interrupted and world.size > 1:
+            print(f"fastrl: {interrupted}: saving after step {step}", file=sys.stderr)
+        return interrupted, due[0] or interrupted is not None
+
     def due(self, step: int, last: bool) -> bool:
         """Whether to save after this step; if so, the minutes count from now."""
         minutes = self.logging.checkpoint_minutes
@@ -117,13 +126,13 @@ def write_checkpoint(
     UserError if writing fails (a full disk), and leaves the earlier ones as they were. Rank 0 writes what all ranks of
     a run hold.
     """
-    directory, (weights, moments) = checkpoint_of(logging, step), _gathered(trained)
+    directory, (weights, others, moments) = checkpoint_of(logging, step), _gathered(trained)
 
     def write() -> None:
         try:
             with whole_directory(directory, directory.with_name(".unfinished")) as unfinished:
                 values, kept = {"step": step, **numbers}, {**(tensors or {}), **moments}
-                _write(unfinished, config, trained, values, kept, weights)
+                _write(unfinished, config, trained, values, kept, weights, others)
         except (OSError, SafetensorError) as error:
             earlier = _checkpoints(directory.parent)
             hint = f"the last good checkpoint is {earlier[-1]}" if earlier else "there is no earlier one"
@@ -138,28 +147,34 @@ def write_checkpoint(
     trained.world.first(write)
 
 
-def _gathered(trained: Trained) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
-    """The weights of a sharded model, None of another, which writes its own; and the optimizer's moments."""
+def _gathered(trained: Trained) -> tuple[dict[str, Tensor] | None, dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """The weights of sharded models, the trained one's and others' by file; and the optimizer's moments."""
+    world = trained.world
     state = trained.optimizer.state_dict()["state"]
     moments = ((f"{index}.{name}", gathered(x)) for index, each in state.items() for name, x in each.items())
-    kept = {name: moment.cpu().contiguous() for name, moment in moments if trained.world.main}
-    return gathered_state(trained.model, trained.world) if is_sharded(trained.model) else None, kept
+    kept = {name: moment.cpu().contiguous() for name, moment in moments if world.main}
+    if not is_sharded(trained.model):
+        return None, {}, kept
+    others = {file: gathered_state(model, world) for file, model in trained.models.items()}
+    return gathered_state(trained.model, world, trained.has_adapters), others, kept
 
 
 @contextmanager
-def saved_on_error(save: Callable[[], Path | None]) -> Iterator[None]:
+def saved_on_error(save: Callable[[], Path | None], world: World) -> Iterator[None]:
     """Where the block raises, save the steps that are complete, and tell the user how to go on.
 
     `save` returns the checkpoint that holds them, or None if there are none. An error that the user can mend, and
     running out of memory, is raised with the hint at its end; another as it is, after a line. Weights that have
     diverged would take the place of better ones, so they are not saved. Interrupts save nothing either: a second signal
-    ends a run at once.
+    ends a run at once. All ranks are needed to save, and raise the same UserError; another error may be one rank's.
     """
     try:
         yield
     except Diverged:
         raise
     except Exception as error:  # whatever it is, the steps before it are worth keeping
+        if world.size > 1 and not isinstance(error, UserError):
+            raise
         try:
             checkpoint = save()
             hint = f"; saved in {checkpoint}; the same command with --resume goes on from there" if checkpoint else ""
@@ -180,6 +195,18 @@ def saved_on_error(save: Callable[[], Path | None]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def written(write: Callable[[], None], world: World) -> Iterator[None]:
+    """Write a step's record after the block, also where it raises: the step is complete, and is saved."""
+    try:
+        yield
+    except Exception as error:
+        if world.size == 1 or isinstance(error, UserError):  # another may be one rank's
+            world.first(write)
+        raise
+    world.first(write)
+
+
 def _write(
     directory: Path,
     config: Section,
@@ -187,6 +214,7 @@ def _write(
     numbers: Mapping[str, Any],
     tensors: dict[str, Tensor],
     weights: dict[str, Tensor] | None,
+    others: dict[str, dict[str, Tensor]],
 ) -> None:
     """Write all files of a checkpoint."""
     numbers = {
@@ -198,8 +226,8 @@ def _write(
     }
     save_pretrained(trained.model, directory, state_dict=weights)
     trained.tokenizer.save_pretrained(directory)
-    for name, model in trained.models.items():
-        save_model(model, str(directory / name))
+    for file, model in trained.models.items():
+        save_file(others.get(file) or gathered_state(model, trained.world), directory / file, {"format": "pt"})
     save_file(tensors, directory / TENSORS)
     (directory / NUMBERS).write_text(to_json(numbers, constant=str) + "\n", encoding="utf-8")
     write_checksums(directory)
@@ -314,7 +342,9 @@ def read_checkpoint(directory: Path, trained: Trained) -> tuple[dict[str, Any], 
     world = trained.world
     numbers, tensors, shapes = world.first(read)
     if is_sharded(trained.model):
-        spread_state(trained.model, whole["weights"], world)
+        spread_state(trained.model, whole["weights"].pop("", {}), world, trained=trained.has_adapters)
+        for file, model in trained.models.items():
+            spread_state(model, whole["weights"].pop(file, {}), world)
     parameters = [parameter for group in trained.optimizer.param_groups for parameter in group["params"]]
     moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for key, shape in shapes.items():
@@ -326,19 +356,26 @@ def read_checkpoint(directory: Path, trained: Trained) -> tuple[dict[str, Any], 
     return numbers, tensors
 
 
-def _load_weights(directory: Path, trained: Trained) -> dict[str, Tensor]:
-    """Load all models' weights; returns those of a sharded one, which does not have them yet."""
-    for name, model in trained.models.items():
-        load_model(model, directory / name)
+def _load_weights(directory: Path, trained: Trained) -> dict[str, dict[str, Tensor]]:
+    """Load all models' weights; returns those of sharded ones, which do not have them yet, by file ("" the trained)."""
+    sharded = is_sharded(trained.model)
+    others = {file: load_file(directory / file) for file in trained.models} if sharded else {}
+    for file, model in trained.models.items() if not sharded else ():
+        load_model(model, directory / file)
     if trained.has_adapters:
         from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(trained.model, load_file(directory / "adapter_model.safetensors"))
-        return {}
+        adapters = load_file(directory / "adapter_model.safetensors")
+        if not sharded:
+            set_peft_model_state_dict(trained.model, adapters)
+            return {}
+        names = [name for name, tensor in trained.model.named_parameters() if tensor.requires_grad]
+        # A file has them without their name.
+        return {"": {name: adapters[name.replace(".default", "")] for name in names}, **others}
     model_class: Any = own_class(trained.model)
     saved = model_class.from_pretrained(directory, dtype=torch.float32, use_safetensors=True).state_dict()
-    if is_sharded(trained.model):
-        return dict(saved)
+    if sharded:
+        return {"": dict(saved), **others}
     trained.model.load_state_dict(saved)
     return {}
 

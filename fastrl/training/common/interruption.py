@@ -3,16 +3,19 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+#: The signals that ask a run to end.
+STOPPING = ("SIGTERM", "SIGHUP", "SIGINT")
+
 
 @contextmanager
-def stop_signals(quiet: bool = False) -> Iterator[list[str]]:
+def stop_signals(announced: Container[str] = STOPPING) -> Iterator[list[str]]:
     """Yield a list that collects these signals by name, so that the loop can stop; a second one ends at once.
 
-    What comes next is said at once unless `quiet`: a loop on several processes may end otherwise.
+    Of those that are `announced` it is said at once what comes next.
     """
     noted: list[str] = []
 
@@ -27,14 +30,14 @@ def stop_signals(quiet: bool = False) -> Iterator[list[str]]:
         restore()
         if number == signal.SIGHUP:
             _leave_closed_terminal()
-        if quiet:
+        if noted[-1] not in announced:
             return
         # Not print: a handler may interrupt another print.
         os.write(2, f"\nfastrl: {noted[0]}: finishing the step, then saving; once more to end at once\n".encode())
 
     # Python allows handlers only in the main thread. A shell's background job is set to ignore Ctrl-C, nohup's SIGHUP.
     main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if main else ()
+    numbers = [signal.Signals[name] for name in STOPPING] if main else []
     before = {n: signal.signal(n, note) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield noted

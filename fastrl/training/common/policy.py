@@ -9,7 +9,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from fastrl.training.common.loading import load_tokenizer, load_weights, name_of
 from fastrl.training.common.sections import ModelConfig
 from fastrl.training.common.settings import import_for
 from fastrl.training.common.turn_end import special_ids, turn_end
-from fastrl.training.parallel.shard import reshard, shard
+from fastrl.training.parallel.shard import own_class, reshard, shard
 from fastrl.training.parallel.world import ALONE, World
 
 T = TypeVar("T")
@@ -60,6 +60,10 @@ class Policy:
         peft: Any = self.model
         with peft.disable_adapter() if self.without_adapters else nullcontext():
             return in_call(self.model, self.dtype, function, *states)
+
+    def precision(self) -> AbstractContextManager[None]:
+        """The context of the model's own calls: what shards a model casts its parameters itself."""
+        return nullcontext() if is_sharded(self.model) else autocast(self.device, self.dtype)
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, packed: bool = False) -> Tensor:
         """The `decoder_states` of the policy's decoder."""
@@ -218,7 +222,7 @@ def load_policy(
     that the losses cannot train, and for one that computes a sequence otherwise in such a batch.
     """
     tokenizer = load_tokenizer(config)
-    model = _with_adapters(load_model(config, device, world=world), config)
+    model = load_model(config, device, world=world)
     dtype, adapters = getattr(torch, config.dtype), config.lora_rank is not None
     with _refused(name_of(config)):
         vocabulary = len(LMHead.of(model).weight)
@@ -274,9 +278,21 @@ def load_model(
     world: World = ALONE,
     **extra: Any,
 ) -> Any:
-    """The model alone, as `load_weights` loads it, on its device and in evaluation mode; sharded over several ranks."""
-    model = load_weights(config, kind, new_head=new_head, world=world, **extra)
-    if config.gradient_checkpointing:
+    """The model alone, on its device and in evaluation mode, with new adapters if the config asks for them.
+
+    Over several ranks it is sharded.
+    """
+    model: Any = _with_adapters(load_weights(config, kind, new_head=new_head, world=world, **extra), config)
+    _set_up(model, config.gradient_checkpointing)
+    if world.size == 1:
+        return model.to(device)
+    shard(model, layers_of(model), world, getattr(torch, config.dtype))
+    return model
+
+
+def _set_up(model: Any, gradient_checkpointing: bool) -> None:
+    """Put a model in evaluation mode, with gradient checkpointing if it is to have that."""
+    if gradient_checkpointing:
         # Later releases of transformers 5 warn about the older name; the first ones have no other.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -285,10 +301,6 @@ def load_model(
                 if isinstance(getattr(layer, name), float):
                     setattr(layer, name, 0.0)
     model.eval()  # dropout would make the new log-probabilities differ from the old ones before the first update
-    if world.size == 1:
-        return model.to(device)
-    shard(model, layers_of(model), world, getattr(torch, config.dtype))
-    return model
 
 
 def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
@@ -309,17 +321,38 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMod
             f"model.lora_targets: {name_of(config)} uses its embedding as its head, which has no adapter; leave the "
             "embedding out"
         )
-    return wrapped.eval()
+    return wrapped
 
 
-def reference_of(policy: Policy) -> Policy:
+def reference_of(policy: Policy, world: World = ALONE) -> Policy:
     """The policy as it is now, fixed: the reference of a KL term.
 
-    It has its own weights or, if the policy trains adapters, is the same model without them.
+    It has its own weights, on a policy's ranks those of `world`, or, if the policy trains adapters, is the same model
+    without them.
     """
     if policy.has_adapters:
         return replace(policy, without_adapters=True)
-    return replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
+    if not is_sharded(policy.model):
+        return replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
+    model: Any = empty_copy(policy.model)
+    shard(model, layers_of(model), world, policy.dtype, tensors_of(policy.model))
+    return replace(policy, model=model.requires_grad_(False))
+
+
+def empty_copy(model: Any) -> Any:
+    """A model like a sharded one, which cannot be copied itself, on the device "meta"."""
+    adapters, base = getattr(model, "peft_config", None), getattr(model, "get_base_model", lambda: model)()
+    with torch.device("meta"):
+        made = own_class(base)._from_config(base.config, dtype=torch.float32)
+        if adapters is not None:
+            made = import_for("model.lora_rank", "peft").get_peft_model(made, *adapters.values())
+    _set_up(made, any(layer.gradient_checkpointing for layer in layers_of(model)))
+    return made
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    """A module's parameters and buffers by name."""
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -333,7 +366,8 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def exact_dtype(model: PreTrainedModel, dtype: torch.dtype) -> torch.dtype:
     """The type of a model's products in which two forwards differ least: float32, if its attention has a kernel."""
-    return dtype if "flash" in str(model.config.get_text_config()._attn_implementation) else torch.float32
+    fixed = is_sharded(model) or "flash" in str(model.config.get_text_config()._attn_implementation)
+    return dtype if fixed else torch.float32
 
 
 @torch.no_grad()

@@ -60,11 +60,21 @@ class Prompted(Protocol):
 Steps = list[tuple[int, float]]  # a completion's steps: (characters up to its end, reward)
 
 
+#: Computes results for all of some items, given what computes them for those from an index on.
+Share = Callable[[list[Any], Callable[[Sequence[Any], int], list[Any]]], list[Any]]
+
+
+def alone(items: list[Any], compute: Callable[[Sequence[Any], int], list[Any]]) -> list[Any]:
+    """The share of a process that is alone: all."""
+    return compute(items, 0)
+
+
 @dataclass(frozen=True)
 class RewardFunction:
     """A checked reward function, or a tool; `name` is the function's name, `source` its "file.py:function".
 
-    It is called with the keyword `arguments` besides the columns, whose values they replace.
+    It is called with the keyword `arguments` besides the columns, whose values they replace. Of several processes each
+    may compute a `share` of the results.
     """
 
     function: Callable[..., Any]
@@ -72,6 +82,7 @@ class RewardFunction:
     source: str
     arguments: dict[str, Any] = field(default_factory=dict)
     takes_opened: bool = False  # whether it has a parameter of this name
+    share: Share = alone
 
     def __call__(self, examples: Sequence[Prompted], completions: Sequence[str], first: int = 0) -> list[float | None]:
         """One finite float or None per completion; `examples[i]` is the prompt of `completions[i]`.
@@ -79,11 +90,24 @@ class RewardFunction:
         Raises UserError naming the function and the sample for anything else, and for an exception inside it, including
         that of `sys.exit`. Samples are counted from `first`.
         """
-        results = self._results(examples, completions, first)
-        return [self._number(value, index, examples, first) for index, value in enumerate(results)]
+
+        def numbers(rows: Sequence[Any], start: int) -> list[float | None]:
+            some, texts = zip(*rows, strict=True)
+            results = self._results(some, texts, first + start)
+            return [self._number(value, index, some, first + start) for index, value in enumerate(results)]
+
+        return self.share(list(zip(examples, completions, strict=True)), numbers)
 
     def steps(self, examples: Sequence[Prompted], completions: Sequence[str], first: int = 0) -> list[Steps]:
         """The pairs (end, reward) of each completion's steps, from a function for steps. Raises as a call does."""
+
+        def all_steps(rows: Sequence[Any], start: int) -> list[Steps]:
+            some, texts = zip(*rows, strict=True)
+            return self._steps(some, texts, first + start)
+
+        return self.share(list(zip(examples, completions, strict=True)), all_steps)
+
+    def _steps(self, examples: Sequence[Prompted], completions: Sequence[str], first: int) -> list[Steps]:
         all_steps = []
         for index, result in enumerate(self._results(examples, completions, first)):
             pairs = result if isinstance(result, list | tuple) else None
@@ -261,7 +285,9 @@ def name_of(source: str) -> str:
     return source.rpartition("." if source.startswith(BUILT_IN) else ":")[2]
 
 
-def load_reward(source: str, arguments: dict[str, Any] | None = None, what: str = "reward function") -> RewardFunction:
+def load_reward(
+    source: str, arguments: dict[str, Any] | None = None, what: str = "reward function", share: Share = alone
+) -> RewardFunction:
     """Import `path/to/file.py:function`, a `what`, or take `fastrl.rewards.NAME`, to be called with these arguments.
 
     Raises UserError naming the file (and line) if that fails, and for an argument that the function does not name.
@@ -280,7 +306,7 @@ def load_reward(source: str, arguments: dict[str, Any] | None = None, what: str 
             function(prompts=[], completions=[], **arguments)
         except (ImportError, TypeError, ValueError) as error:
             raise UserError(f"reward.arguments.{name}: {error}") from error
-    return RewardFunction(function, name, source, arguments, "opened" in parameters)
+    return RewardFunction(function, name, source, arguments, "opened" in parameters, share)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

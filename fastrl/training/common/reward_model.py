@@ -47,9 +47,16 @@ class RewardModel:
 
     @classmethod
     def load(
-        cls, path: str, device: torch.device, trust_remote_code: bool = False, batch_size: int = 64
+        cls,
+        path: str,
+        device: torch.device,
+        trust_remote_code: bool = False,
+        batch_size: int = 64,
+        world: World = ALONE,
     ) -> "RewardModel":
         """Load the reward model in a directory (as `fastrl reward-model` writes it) or on the hub, in float32.
+
+        Over several ranks of `world` it is sharded, and each scores a share.
 
         Raises UserError for a model that cannot be loaded, or is not a sequence classifier with one score.
         """
@@ -58,9 +65,9 @@ class RewardModel:
         kinds = load_config(config).architectures or []
         if not any("SequenceClassification" in kind for kind in kinds):
             raise UserError(f"{path}: expected a sequence classifier, got {', '.join(kinds) or 'an unknown model'}")
-        model = load_model(config, device, AutoModelForSequenceClassification)
+        model = load_model(config, device, AutoModelForSequenceClassification, world=world)
         check_classifier(model, tokenizer, path)
-        return cls(model.requires_grad_(False), tokenizer, batch_size)
+        return cls(model.requires_grad_(False), tokenizer, batch_size, world)
 
     @property
     def mean(self) -> float:
@@ -72,8 +79,13 @@ class RewardModel:
 
         Raises UserError naming the prompt of a sequence that is too long.
         """
-        sequences, limit, prompts = [], longest_scored(self.model), PromptFormat(self.tokenizer)
-        for example, completion in zip(examples, completions, strict=True):
+        pairs = list(zip(examples, completions, strict=True))
+        return list(self.score(self.world.share(pairs, lambda some, _: self._tokens(some))))
+
+    def _tokens(self, pairs: Sequence[tuple[Example, str]]) -> list[list[int]]:
+        """The tokens of each prompt with its completion."""
+        sequences, limit, prompts = list[list[int]](), longest_scored(self.model), PromptFormat(self.tokenizer)
+        for example, completion in pairs:
             tools = example.columns.get("tools")
             prompt_ids, completion_ids = prompts.pair(example.prompt, completion, example.source, tools)
             sequences.append(prompt_ids + completion_ids)
@@ -82,7 +94,7 @@ class RewardModel:
                     f"{example.source}: the prompt and its completion have {len(sequences[-1])} tokens, but the reward "
                     f"model's context ends at {limit}"
                 )
-        return list(self.score(sequences))
+        return sequences
 
     @torch.no_grad()
     def score(self, sequences: Sequence[list[int]]) -> list[float]:
@@ -133,7 +145,11 @@ def check_classifier(
 
 
 def make_rewards(
-    config: RewardConfig, functions: RewardFunctions, device: torch.device, trust_remote_code: bool
+    config: RewardConfig,
+    functions: RewardFunctions,
+    device: torch.device,
+    trust_remote_code: bool,
+    world: World = ALONE,
 ) -> Rewards:
     """The weighted sum of the functions and the reward model that a config names.
 
@@ -144,5 +160,6 @@ def make_rewards(
     if config.model is not None:
         if any(scorer.name == RewardModel.name for scorer, _ in scorers):
             raise UserError(f'reward.function: the name "{RewardModel.name}" is the reward model\'s')
-        scorers.append((RewardModel.load(config.model, device, trust_remote_code), config.model_weight))
+        model = RewardModel.load(config.model, device, trust_remote_code, world=world)
+        scorers.append((model, config.model_weight))
     return Rewards(scorers)

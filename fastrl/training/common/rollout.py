@@ -13,6 +13,7 @@ from fastrl.models.routing import replay_routing
 from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.policy import Policy, decoder_states, from_first_column
 from fastrl.training.common.transcript import Transcript
+from fastrl.training.parallel.world import ALONE, World
 
 
 class Per(NamedTuple):
@@ -150,10 +151,10 @@ def as_rollout(policy: Policy, sequences: Sequence[tuple[Sequence[int], Sequence
     return Rollout(input_ids, mask, start)
 
 
-def completion_texts(policy: Policy, rollout: Rollout) -> list[str]:
-    """The completions as `Policy.text` has them; tools' answers are part of it."""
-    rows = zip(rollout.targets, rollout.completion_mask, strict=True)
-    texts = [policy.text(tokens[mask].tolist()) for tokens, mask in rows]
+def completion_texts(policy: Policy, rollout: Rollout, world: World = ALONE) -> list[str]:
+    """The completions as `Policy.text` has them; tools' answers are part of it. Each rank decodes some of them."""
+    rows = list(zip(rollout.targets, rollout.completion_mask, strict=True))
+    texts = world.share(rows, lambda some, _: [policy.text(tokens[mask].tolist()) for tokens, mask in some])
     if rollout.messages is None:
         return texts
     return [
@@ -226,15 +227,16 @@ def by_micro_batch(
 
     Returns (count, B, T) float32 on the CPU.
     """
-    results = torch.zeros(count, *rollout.targets.shape)
+    results, world = torch.zeros(count, *rollout.targets.shape), micro_batches.world
 
     def fill() -> None:
-        for rows in micro_batches.cut(rollout.shapes()):
+        for rows, weight in world.deal(micro_batches.cut(rollout.shapes())):
             values = torch.stack([*numbers(rollout.select(torch.tensor(rows)).to(device))]).cpu()  # (count, b, t)
-            results[:, rows, : values.shape[2]] = values
+            if weight:
+                results[:, rows, : values.shape[2]] = values
 
     micro_batches.fitted(fill)
-    return results
+    return world.total(results)
 
 
 def rollout_logprobs(

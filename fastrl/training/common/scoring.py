@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from fastrl.base.errors import UserError
 from fastrl.planning.budget import parse_budget
 from fastrl.training.common.data import Example
 from fastrl.training.common.reward import BUILT_IN, RewardFunction, forget_files, load_reward, name_of
 from fastrl.training.common.sections import RewardConfig
 from fastrl.training.common.worker_pool import FAILURES, PooledFunction, WorkerPool
+from fastrl.training.parallel.world import ALONE, World
 
 # How many rows of a dataset are looked at before the first step.
 CHECKED = 100
@@ -56,13 +59,16 @@ class Rewards:
 class RewardFunctions:
     """The functions that a config names: `outcome`, `steps`, and an evaluation's `metrics`; `close` ends workers."""
 
-    def __init__(self, config: RewardConfig, metrics: Sequence[str] = ()) -> None:
+    def __init__(self, config: RewardConfig, metrics: Sequence[str] = (), world: World = ALONE) -> None:
         """Load the functions; with workers, these import them. `metrics` are more sources.
+
+        Each rank of `world` computes a share of the rewards, with a share of the workers.
 
         Raises UserError for one that cannot be loaded, equal names of outcome functions or of metrics, and arguments
         for a function that there is none of.
         """
         forget_files()
+        self.world = world
         for what, sources in (("reward functions", config.functions), ("evaluation.metrics", metrics)):
             names = [name_of(source) for source in sources]
             if len(set(names)) < len(names):
@@ -83,15 +89,16 @@ class RewardFunctions:
 
     def _load(self, sources: Sequence[str], config: RewardConfig) -> dict[str, RewardFunction | PooledFunction]:
         requests = [(source, config.arguments.get(name_of(source), {})) for source in sources]
-        self.pool = None
+        self.pool, share = None, self.world.share
         if not config.workers or not sources:
             if _NEEDS_WORKERS in sources:
                 raise UserError(
                     f"{_NEEDS_WORKERS}: needs reward.workers of 1 or more, because what it computes may never end"
                 )
-            return {source: load_reward(source, arguments) for source, arguments in requests}
-        self.pool = WorkerPool(requests, config.workers, config.timeout, parse_budget(config.memory_limit))
-        return {source: PooledFunction(self.pool, number, source) for number, source in enumerate(sources)}
+            return {source: load_reward(source, arguments, share=share) for source, arguments in requests}
+        count = -(-config.workers // self.world.size)
+        self.pool = WorkerPool(requests, count, config.timeout, parse_budget(config.memory_limit))
+        return {source: PooledFunction(self.pool, number, source, share) for number, source in enumerate(sources)}
 
     def check(self, examples: Sequence[Example], evaluated: bool = False) -> None:
         """Raise UserError for a dataset that lacks what the functions take, as its first rows show.
@@ -104,7 +111,9 @@ class RewardFunctions:
 
     def failures(self, prefix: str) -> dict[str, float]:
         """The calls that failed since the last time, as metrics: prefix/timeouts, ...; none without workers."""
-        return {} if self.pool is None else self.pool.drain(prefix)
+        counts = {} if self.pool is None else self.pool.drain(prefix)
+        totals = self.world.total(torch.tensor([*counts.values()], dtype=torch.float64))
+        return dict(zip(counts, totals.tolist(), strict=True))
 
     def close(self) -> None:
         """End the workers, if there are any."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fastrl.planning.budget import parse_budget
 from fastrl.training.common.settings import Location, Section
@@ -78,6 +78,13 @@ class MachineConfig(Section):
     and on a machine that has other work far faster. Numbers repeat exactly only for the same number of threads."""
 
 
+def _number_or_all(value: Any) -> Any:
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if number == "all" or (type(number) is int and number >= 1):
+        return number
+    raise ValueError('expected "all" or an integer of at least 1')
+
+
 class MicroBatchConfig(MachineConfig):
     """How an update is computed."""
 
@@ -86,6 +93,9 @@ class MicroBatchConfig(MachineConfig):
     prompt's responses that are longer are computed on their own. Gradients are added up over an update. The default is
     all of an update, or as many halves of it as make the expected memory fit what the device has free at the start;
     --resume keeps it. Where memory runs out, it is halved, once."""
+    shard: Annotated[int | Literal["all"], BeforeValidator(_number_or_all)] = "all"
+    """On several processes: over how many of them a copy of the model's parameters, their gradients and moments lies; a
+    divisor of their number. With "all" there is one copy, with 1 each process has a whole one."""
 
 
 class BudgetConfig(MicroBatchConfig):

@@ -11,6 +11,7 @@ from fastrl.base.errors import UserError
 from fastrl.training.common.checksums import json_value
 from fastrl.training.common.data import Example, PromptFormat, Room, as_example, nothing_left, prompt_rows
 from fastrl.training.common.sources import Rows, Source
+from fastrl.training.parallel.world import ALONE, World
 
 
 class StreamSampler:
@@ -19,6 +20,9 @@ class StreamSampler:
     Each row is drawn from a buffer of the next `size` rows of the dataset, so it comes at most `size - 1` places
     earlier than there. The order depends only on the seed and the rows. A position is found again by reading the rows
     up to it: what a buffer held is not saved, and what is read again is known to be the same.
+
+    Of the ranks of `world` the first alone reads beyond the first row, and has the position: nothing compares what they
+    would read.
     """
 
     epoch: int
@@ -27,9 +31,12 @@ class StreamSampler:
     rows: Rows  # the others
     buffer: list[tuple[str, dict[str, Any]]]
 
-    def __init__(self, source: Source, prompts: PromptFormat, room: Room, seed: int, size: int) -> None:
+    def __init__(
+        self, source: Source, prompts: PromptFormat, room: Room, seed: int, size: int, world: World = ALONE
+    ) -> None:
         """Reads the first row. Raises UserError if there is none, or it cannot be used."""
         self.source, self.prompts, self.room, self.seed, self.size = source, prompts, room, seed, size
+        self.world = world
         self.drawn, self.dropped = 0, 0  # examples returned, and overlong prompts in their place, over all epochs
         self._start(0)
         where, row = next(self.rows)
@@ -43,6 +50,9 @@ class StreamSampler:
 
     def next(self, count: int) -> list[Example]:
         """The next `count` examples. Raises UserError for a row that cannot be used, and if no prompt is left."""
+        return self.world.first(lambda: self._next(count))
+
+    def _next(self, count: int) -> list[Example]:
         examples: list[Example] = []
         while len(examples) < count:
             item = self._take()
@@ -69,6 +79,9 @@ class StreamSampler:
 
         Raises UserError if the rows up to there, and those that were in the buffer, are not the same as then.
         """
+        self.world.first(lambda: self._load(state))
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._start(state["epoch"])
         while self.taken < state["taken"] and self._take() is not None:
             pass

@@ -27,7 +27,7 @@ from typing import Any
 
 from fastrl.base.errors import UserError
 from fastrl.training.common import reward_worker
-from fastrl.training.common.reward import Prompted, Steps, name_of
+from fastrl.training.common.reward import Prompted, Share, Steps, alone, name_of
 from fastrl.training.common.reward_worker import HEADER, OUT_OF_MEMORY, Setup, Task
 
 # Seconds that a worker may take to import the functions.
@@ -141,19 +141,20 @@ class PooledFunction:
     fixed 0 would be better than wrong for a function that returns -1.
     """
 
-    def __init__(self, pool: WorkerPool, number: int, source: str) -> None:
-        """`number` is the function's position among those of the pool."""
+    def __init__(self, pool: WorkerPool, number: int, source: str, share: Share = alone) -> None:
+        """`number` is the function's position among those of the pool; of several processes each has a `share`."""
         self.pool, self.number, self.source, self.name = pool, number, source, name_of(source)
+        self.share = share
 
     def __call__(self, examples: Sequence[Prompted], completions: Sequence[str]) -> list[float | None]:
         """One finite float or None per completion; raises as a `RewardFunction`."""
-        outcomes = self.pool.call(self._tasks(examples, completions, "__call__"))
+        outcomes = self._outcomes(examples, completions, "__call__")
         lowest = min([0.0, *(result for result, _ in outcomes if result is not None)])
         return [result if failure is None else lowest for result, failure in outcomes]
 
     def steps(self, examples: Sequence[Prompted], completions: Sequence[str]) -> list[Steps]:
         """The steps (end, reward) of each completion; one that fails is a single step. Raises as a `RewardFunction`."""
-        outcomes = self.pool.call(self._tasks(examples, completions, "steps"))
+        outcomes = self._outcomes(examples, completions, "steps")
         lowest = min([0.0, *(reward for result, _ in outcomes for _, reward in result or ())])
         found: list[Steps] = []
         for (result, failure), completion in zip(outcomes, completions, strict=True):
@@ -172,6 +173,10 @@ class PooledFunction:
     def check_columns(self, examples: Sequence[Prompted]) -> None:
         """As a `RewardFunction`, in a worker."""
         self.pool.call(self._tasks(examples[:1], [""], "check_columns", [0]))
+
+    def _outcomes(self, examples: Sequence[Prompted], completions: Sequence[str], method: str) -> list[Outcome]:
+        tasks = self._tasks(examples, completions, method)
+        return self.share(tasks, lambda some, _: self.pool.call(some))
 
     def _tasks(
         self, examples: Sequence[Prompted], completions: Sequence[str], method: str, seeds: Sequence[int] | None = None

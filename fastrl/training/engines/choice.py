@@ -16,6 +16,7 @@ from fastrl.training.engines.protocol import Engine
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.transformers import checked_engine
 from fastrl.training.engines.turns import WHAT, Tools, Turns
+from fastrl.training.parallel.world import ALONE, World
 
 METHODS = ("generate", "update_weights", "sleep", "wake_up")
 
@@ -27,6 +28,7 @@ def make_sampler(
     seed: int,
     longest: int | None = None,
     template: Mapping[str, Any] | None = None,
+    world: World = ALONE,
 ) -> CompletionSampler:
     """The sampler of a command. `longest` is the length of prompt and completion that the engine must take.
 
@@ -39,10 +41,10 @@ def make_sampler(
         pool = None
         if settings.tool_workers:
             limit = parse_budget(settings.tool_memory_limit)
-            workers = settings.tool_workers, settings.tool_timeout, limit
+            workers = -(-settings.tool_workers // world.size), settings.tool_timeout, limit
             pool = WorkerPool([(settings.tools, {})], *workers, WHAT, "rollout.tool_")
         engine = Turns(engine, Tools(settings.tools, policy, template, pool), settings.max_turns)
-    return CompletionSampler(engine, policy, settings, seed)
+    return CompletionSampler(engine, policy, settings, seed, world)
 
 
 def _make_engine(policy: Policy, settings: RolloutConfig, model: ModelConfig, longest: int | None) -> Engine:

@@ -4,6 +4,9 @@ An engine of your own is a class with the four methods of `Engine`, and a functi
 
     [rollout]
     engine = "my_engine.py:make"        # def make(policy, rollout) -> Engine
+
+Of several processes each makes one, a client of something that all of them reach: each asks its own for a share of the
+requests, and rank 0 alone gives its own the weights.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -98,7 +101,8 @@ class Engine(Protocol):
     """Draws completions with the weights that it was last given.
 
     Every method may raise `EngineUnavailable`, for which the trainer waits up to rollout.timeout, and UserError for
-    what waiting cannot mend. Calls do not overlap, but `generate` may run in another thread than the others.
+    what waiting cannot mend. Calls do not overlap, but `generate` may run in another thread than the others. Of several
+    processes rank 0 alone calls the other methods, while no process is in `generate`.
     """
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterable[tuple[int, Sequence[Completion]]]:

@@ -6,7 +6,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import Thread
 
@@ -14,11 +14,12 @@ import torch
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
+from fastrl.models.patching import is_sharded
 from fastrl.training.common.data import Example
 from fastrl.training.common.foreign import beside_trainer
 from fastrl.training.common.optimizer import Diverged
 from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout
+from fastrl.training.common.rollout import Rollout, join
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.common.seeds import seed_of
 from fastrl.training.engines.assembly import assemble
@@ -32,7 +33,10 @@ from fastrl.training.engines.protocol import (
     Request,
     Sampling,
 )
-from fastrl.training.engines.weights import PolicyWeights
+from fastrl.training.engines.turns import Turns
+from fastrl.training.engines.weights import PolicyWeights, merged_weights
+from fastrl.training.parallel.shard import unsharded, whole_on_main
+from fastrl.training.parallel.world import ALONE, World
 
 FAILURES = 3  # in a row, of an engine that answers in between: then it is not its absence
 PAUSE = 1.0  # seconds between two tries to reach it
@@ -57,6 +61,7 @@ class Draw:
     requests: Sequence[Request]  # one for each run of the same example
     sampling: Sampling
     first: int  # the serial number of the first completion
+    share: range  # the indices of the requests that this rank asks for
     done: dict[int, Sequence[Completion]] = field(default_factory=dict)  # by the request's index
     steps: dict[int, int] = field(default_factory=dict)  # after which the policy had the weights that drew them
     seconds: float = 0.0  # that the engine worked on it
@@ -65,8 +70,8 @@ class Draw:
 
     @property
     def missing(self) -> list[int]:
-        """The requests without completions."""
-        return [index for index in range(len(self.requests)) if index not in self.done]
+        """This rank's requests without completions."""
+        return [index for index in self.share if index not in self.done]
 
 
 class CompletionSampler:
@@ -74,10 +79,14 @@ class CompletionSampler:
 
     Completions are numbered over the whole run, and each is returned once, whatever happens to the engine: those that
     came before it died are kept, and only the others are asked for again.
+
+    Each rank of `world` asks for a share of them. Rank 0 alone gives the engine its weights, and waits for it.
     """
 
-    def __init__(self, engine: Engine, policy: Policy, settings: RolloutConfig, seed: int) -> None:
-        self.engine, self.policy, self.settings, self.seed = engine, policy, settings, seed
+    def __init__(
+        self, engine: Engine, policy: Policy, settings: RolloutConfig, seed: int, world: World = ALONE
+    ) -> None:
+        self.engine, self.policy, self.settings, self.seed, self.world = engine, policy, settings, seed, world
         self.drawn = 0  # completions of the run that were asked for so far
         self.names = itertools.count()
         self.step = 0  # after which the policy has its present weights; set by the loop
@@ -86,7 +95,7 @@ class CompletionSampler:
         self.gone = False  # it was, and nothing has said that it is back
         self.signals: Sequence[str] = ()  # that ask the run to end; set by the loop
         # Another run with the same steps must not be mistaken for this one.
-        self.run = secrets.token_hex(4)
+        self.run = world.first(lambda: secrets.token_hex(4))
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -109,30 +118,44 @@ class CompletionSampler:
     @_of_the_engine()
     def sleep(self) -> None:
         """Have the engine free its memory until it is needed."""
-        try:
-            self.engine.sleep()
-        except EngineUnavailable as error:
-            say(f"{error}; it was to sleep")
+
+        def sleep() -> None:
+            try:
+                self.engine.sleep()
+            except EngineUnavailable as error:
+                say(f"{error}; it was to sleep")
+
+        self.world.first(sleep)
         self.asleep, self.sent = True, None
 
     def _send(self, wait: bool) -> None:
         """Send the weights, with `wait` if need be again and again until rollout.timeout has passed."""
+        whole = None
+        if is_sharded(self.policy.model) and not self.has_policy:
+            whole = whole_on_main(merged_weights(self.policy), self.world)
+        if self.asleep and self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps of the update, the engine cannot have
+        weights = PolicyWeights(self.policy, whole=whole)
+        self.asleep, self.sent = self.world.first(lambda: self._sent(weights, wait))
+        if isinstance(self.engine, Turns) and self.sent is not None:
+            self.engine.use(self.sent)
+
+    def _sent(self, weights: PolicyWeights, wait: bool) -> tuple[bool, str | None]:
+        """Try to send them; returns whether the engine is asleep then, and the version that it has."""
         deadline, said, failures = time.monotonic() + self.settings.timeout, False, 0
-        self.sent = None
+        asleep = self.asleep
         while True:
             try:
-                if self.asleep:
-                    if self.policy.device.type == "cuda":
-                        torch.cuda.empty_cache()  # what torch keeps of the update, the engine cannot have
+                if asleep:
                     self.engine.wake_up()
-                    self.asleep = False
-                self.engine.update_weights(self.version, PolicyWeights(self.policy))
+                    asleep = False
+                self.engine.update_weights(self.version, weights)
                 break
             except EngineUnavailable as error:
                 if not wait:
                     say(f"{error}; it is asked again after the update")
                     self.gone = True
-                    return
+                    return asleep, None
                 failures = failures + 1 if isinstance(error, EngineFailed) else 0
                 _check_failures(failures, error)
                 left = deadline - time.monotonic()
@@ -149,7 +172,7 @@ class CompletionSampler:
         if self.gone:
             say("the engine is there; going on")
             self.gone = False
-        self.sent = self.version
+        return asleep, self.version
 
     # --- completions ------------------------------------------------------------------------------------------------
 
@@ -179,7 +202,7 @@ class CompletionSampler:
             number += n
         if not apart:
             self.drawn = number
-        return Draw(examples, requests, sampling, first)
+        return Draw(examples, requests, sampling, first, self.world.range_of(len(requests)))
 
     def start(self, draw: Draw) -> None:
         """Draw in another thread, while the policy may change; `finish` does the rest."""
@@ -203,42 +226,74 @@ class CompletionSampler:
             draw.thread.join()
             draw.thread = None
         error, draw.error = draw.error, None
-        if isinstance(error, EngineUnavailable):
-            self._interrupted(draw, error)
-        elif error is not None:
-            raise error
+
+        def drawn() -> EngineUnavailable | None:
+            if error is not None and not isinstance(error, EngineUnavailable):
+                raise error
+            return error
+
+        self._interrupted(draw, self.world.together(drawn))
 
     @_of_the_engine()
     def finish(self, draw: Draw) -> Rollout:
         """Draw what is missing, and return all of it. Raises EngineLost if the engine cannot."""
         self.settle(draw)
         failures = 0
-        while missing := draw.missing:
-            self.ready()
+
+        def drawn() -> EngineUnavailable | None:
             try:
                 self._run(draw, self.sent, self.step)
             except EngineUnavailable as error:
-                failures = failures + 1 if draw.missing == missing else 1
-                _check_failures(failures, error)
-                self._interrupted(draw, error)
-        completions = [completion for index in range(len(draw.requests)) for completion in draw.done[index]]
-        rollout = assemble(self.policy, draw.examples, completions, draw.sampling)
+                return error
+            return None
+
+        while missing := self.left(draw):
+            self.ready()
+            with unsharded(self.policy.model) if self.has_policy else nullcontext():
+                errors = self.world.together(drawn)
+            failures = failures + 1 if self.left(draw) == missing else 1
+            self._interrupted(draw, errors, failures)
+        parts = self.world.together(lambda: self._assembled(draw))
+        return join([part for part in parts if part is not None])
+
+    def left(self, draw: Draw) -> int:
+        """How many requests have no completions yet, of all ranks."""
+        return sum(self.world.gathered(len(draw.missing)))
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether the engine draws with the policy itself."""
+        return self.settings.engine == "transformers"
+
+    def _assembled(self, draw: Draw) -> Rollout | None:
+        """The rollout of this rank's completions, if it has any."""
+        if not draw.share:
+            return None
+        completions = [completion for index in draw.share for completion in draw.done[index]]
+        first = sum(request.n for request in draw.requests[: draw.share.start])
+        examples = draw.examples[first : first + len(completions)]
+        steps = [draw.steps[index] for index in draw.share for _ in draw.done[index]]
         return replace(
-            rollout,
-            serial=torch.arange(draw.first, draw.first + len(completions)),
-            weights_step=torch.tensor(
-                [draw.steps[index] for index in range(len(draw.requests)) for _ in draw.done[index]]
-            ),
+            assemble(self.policy, examples, completions, draw.sampling),
+            serial=torch.arange(len(completions)) + draw.first + first,
+            weights_step=torch.tensor(steps),
         )
 
-    def _interrupted(self, draw: Draw, error: EngineUnavailable) -> None:
-        """Say that the engine is gone; what it has of the policy is not known."""
+    def _interrupted(self, draw: Draw, errors: Sequence[EngineUnavailable | None], failures: int = 1) -> None:
+        """Say that the engine is gone, if it is for any rank; what it has of the policy is not known then."""
+        error = next(filter(None, errors), None)
+        if error is None:
+            return
+        _check_failures(failures, error)
         self.sent = None
-        say(f"{error}; {len(draw.done)} of {len(draw.requests)} prompts have their completions")
+        done = len(draw.requests) - self.left(draw)
+        say(f"{error}; {done} of {len(draw.requests)} prompts have their completions")
 
     def _run(self, draw: Draw, expected: str | None, step: int) -> None:
         """Draw what is missing, with this version of the weights, until all is there or the engine fails."""
         missing = draw.missing
+        if not missing:
+            return
         started = time.perf_counter()
         try:
             for index, completions in self.engine.generate([draw.requests[i] for i in missing], draw.sampling):

@@ -50,7 +50,6 @@ class SGLangServer:
         self.policy, self.settings, self.longest = policy, settings, longest
         self.server = Server(settings.url, "SGLang", HINTS, settings.api_key_file)
         self.is_checked = False
-        self.given: str | None = None  # the version of the weights that the server has
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
         """One call of the server for each completion; a request is returned when all of its completions are there."""
@@ -82,7 +81,6 @@ class SGLangServer:
         except EngineUnavailable:
             self.is_checked = False  # another one may be started in its place
             raise
-        self.given = version
 
     def sleep(self) -> None:
         """Free its memory. It has nothing to do, because all requests of a step have come."""
@@ -133,11 +131,6 @@ class SGLangServer:
         if not isinstance(meta, Mapping):
             raise wrong("without meta_info")
         version = meta.get("weight_version")
-        if version is not None and version != self.given:
-            raise EngineUnavailable(
-                f"SGLang at {self.server.url} has the weights {version!r}, after it was given {self.given!r}: it was "
-                "started anew, or another run uses it"
-            )
         reason, experts = meta.get("finish_reason"), meta.get("routed_experts")
         drawn = Drawn(
             answer.get("output_ids"),

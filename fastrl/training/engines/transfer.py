@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -57,10 +58,15 @@ def make_transfer(
 ) -> Transfer:
     """The way that the engine was started with. `host` is None for an engine in this process.
 
-    Raises UserError for an engine that has none, or one that is not known here.
+    Raises UserError for an engine that has none, one that is not known here, or one that several processes cannot use.
     """
     if backend == "fastrl":
         return FileTransfer(control, dtype, host)
+    if backend == "ipc" and dist.is_initialized() and dist.get_world_size() > 1:  # its sender calls all of the group
+        raise UserError(
+            'rollout.url: the weight transfer backend "ipc" shares one process\'s GPU, and the trainer has '
+            f'{dist.get_world_size()} processes; start the engine with "nccl" or "fastrl"'
+        )
     if backend in ("nccl", "ipc"):
         return VLLMTransfer(backend, control, dtype, host, workers)
     what = "no way to take new weights" if backend is None else f"the weight transfer backend {backend!r}"

@@ -19,13 +19,14 @@ from fastrl.training.common.data import Example
 from fastrl.training.common.expected_memory import fitting_completions
 from fastrl.training.common.micro_batch import MicroBatches, Shape
 from fastrl.training.common.optimizer import Diverged
-from fastrl.training.common.policy import Policy, autocast, exact_dtype, left_pad
+from fastrl.training.common.policy import Policy, exact_dtype, left_pad
 from fastrl.training.common.rollout import rollout_logprobs
 from fastrl.training.common.rotary import keeping_cache
 from fastrl.training.common.seeds import seed_of
 from fastrl.training.engines.assembly import assemble
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
 from fastrl.training.engines.sampler import say
+from fastrl.training.parallel.shard import unsharded
 
 
 class TransformersEngine:
@@ -138,7 +139,7 @@ class TransformersEngine:
             **({} if greedy else options),
         )
         model, finite = self.policy.model, _Finite(prompts.device)
-        with _neutral_generation_config(model), keeping_cache(model), autocast(prompts.device, self.policy.dtype):
+        with _neutral_generation_config(model), keeping_cache(model), self.policy.precision():
             sample: Any = model.generate  # a mixin's method, unknown to Module's type
             tokens: Tensor = sample(
                 input_ids=prompts,
@@ -146,6 +147,7 @@ class TransformersEngine:
                 generation_config=settings,
                 logits_processor=LogitsProcessorList([finite]),
                 stopping_criteria=StoppingCriteriaList([ends]),
+                synced_gpus=False,  # of several ranks each draws what it is given, and holds all weights
             )
         if not finite.always:
             raise Diverged("its logits are not finite")
@@ -196,7 +198,8 @@ def _difference(engine: TransformersEngine, seed: int) -> float:
         routing=False,
     )
     try:
-        drawn = dict(engine.generate(requests, sampling))
+        with unsharded(policy.model):
+            drawn = dict(engine.generate(requests, sampling))
     except Diverged as error:
         raise UserError(f"model: {type(policy.model).__name__} computes logits that are not finite") from error
     except Exception as error:  # a model's own code raises what it likes

@@ -238,11 +238,14 @@ class Turns:
         self.numbers: dict[str, float] = {}  # metrics: the seconds that tools took, and their calls that failed
 
     def update_weights(self, version: str, weights: Weights) -> None:
-        """Give them to the engine; with other ones than before, what is not finished begins anew."""
+        """Give them to the engine."""
+        self.engine.update_weights(version, weights)
+
+    def use(self, version: str) -> None:
+        """Go on with weights of this version; with other ones than before, what is not finished begins anew."""
         if version != self.version:
             self.begun.clear()
         self.version = version
-        self.engine.update_weights(version, weights)
 
     def sleep(self) -> None:
         """Have the engine sleep."""

@@ -1,6 +1,6 @@
 """The policy's weights under the names of its checkpoint, as an inference engine loads them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ class PolicyWeights:
 
     policy: Policy
     dtype: torch.dtype = torch.float32
+    whole: Mapping[str, Tensor] | None = None  # a sharded policy's `merged_weights`
 
     def cast(self, dtype: torch.dtype) -> "PolicyWeights":
         """The same weights with parameters of another dtype; buffers keep theirs."""
@@ -24,15 +25,30 @@ class PolicyWeights:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        model: Any = self.policy.model
-        if self.policy.has_adapters:
-            model = model.get_base_model()
-        named = _merged(model) if self.policy.has_adapters else dict(_saved(model))
+        model = base_of(self.policy)
+        named = dict(merged_weights(self.policy) if self.whole is None else self.whole)
         # A bias that chooses experts is float32 in checkpoints and engines of any dtype: rounded, it chooses others.
-        buffers = {id(tensor) for tensor in model.buffers()}
+        names = (name.replace(".base_layer", "") for name, _ in model.named_buffers())
+        buffers = {id(named[name]) for name in names if name in named}
         # transformers holds some weights, such as a mixture's experts, in another form than the checkpoint.
         for name, tensor in revert_weight_conversion(model, named).items():
-            yield name, tensor.detach() if id(tensor) in buffers else tensor.detach().to(self.dtype)
+            dtype = tensor.dtype if id(tensor) in buffers else self.dtype
+            # A sender may need them where they would lie on one process.
+            device = tensor.device if self.whole is None else self.policy.device
+            yield name, tensor.detach().to(device, dtype)
+
+
+def base_of(policy: Policy) -> Any:
+    """The policy's model, without peft's wrapper."""
+    model: Any = policy.model
+    return model.get_base_model() if policy.has_adapters else model
+
+
+@torch.no_grad()
+def merged_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `base_of(policy)`, adapters added to them; of a sharded policy as they lie over the ranks."""
+    model = base_of(policy)
+    yield from _merged(model) if policy.has_adapters else _saved(model)
 
 
 def _saved(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -42,11 +58,10 @@ def _saved(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, tensor) for name, tensor in model.named_buffers() if name in names)
 
 
-def _merged(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The weights of a model with LoRA layers, the active adapters added to them."""
+def _merged(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model with LoRA layers, the active adapters added to them: one more tensor at a time."""
     from peft.tuners.lora import LoraLayer
 
-    named: dict[str, Tensor] = {}
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, tensor in _saved(model):
         owner, _, parameter = name.rpartition(".")
@@ -58,5 +73,4 @@ def _merged(model: torch.nn.Module) -> dict[str, Tensor]:
             if getattr(layer, "parameter_name", "weight") == parameter:
                 for adapter in layer.active_adapters:
                     tensor = tensor + layer.get_delta_weight(adapter).to(tensor.dtype)
-        named[f"{owner}.{parameter}"] = tensor
-    return named
+        yield f"{owner}.{parameter}", tensor

@@ -57,6 +57,8 @@ def launch(command_line: Sequence[str], processes: int) -> int:
             if status < 0 and -status != signal.SIGTERM:  # with which those that are left are ended
                 print(f"fastrl: rank {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr)
                 return 128 - status
+            if 2 < status < 128:  # which no command has: other code ended the process
+                print(f"fastrl: rank {rank} ended with status {status}", file=sys.stderr)
         return max((status for status in statuses.values() if status > 0), default=128 + signal.SIGTERM)
     return 0
 

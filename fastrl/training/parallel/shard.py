@@ -5,6 +5,9 @@ gathers a layer at a time, and what lies outside of the layers (embedding, norm,
 """
 
 import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,24 +19,35 @@ from fastrl.models.patching import is_sharded
 from fastrl.training.parallel.world import World
 
 
-def shard(model: torch.nn.Module, layers: list[torch.nn.Module], world: World, dtype: torch.dtype) -> None:
-    """Lay a model's parameters over the ranks; their numbers, and those of buffers, are rank 0's.
+def shard(
+    model: torch.nn.Module,
+    layers: list[torch.nn.Module],
+    world: World,
+    dtype: torch.dtype,
+    like: Mapping[str, Tensor] = MappingProxyType({}),
+    exact: Sequence[torch.nn.Module] = (),
+) -> None:
+    """Lay a model's parameters over the ranks; their numbers, and those of buffers, are rank 0's, or by name `like`.
 
-    On the other ranks it may lie on the device "meta". In calls of the model parameters and states are of `dtype`;
-    shards, and gradients that are added up over the ranks, are in float32.
+    On the other ranks, and where they are in `like`, which lies over the ranks already, they may lie on the device
+    "meta". In calls of the model parameters and states are of `dtype`, or of the modules `exact` in float32; shards,
+    and gradients that are added up over the ranks, are in float32.
     """
-    state = {name: tensor.detach() for name, tensor in _named_state(model)}
-    for module in model.modules():
+    state = {names[0]: tensor.detach() for names, tensor in _named_state(model)}
+    for prefix, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, spread(buffer, buffer, world).to(world.device))
+            given = like.get(f"{prefix}.{name}" if prefix else name)
+            made = spread(buffer, buffer, world).to(world.device) if given is None else given.clone()
+            setattr(module, name, made)
     _empty(model)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # that views may not be written to, which no loss does
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     assert world.mesh is not None
     mesh = world.mesh if world.mesh.size(0) > 1 else world.mesh["shard"]  # one copy has no others to add up with
-    for module in [*layers, model]:
+    for module in [*exact, *layers, model]:
+        kind = torch.float32 if module in exact else dtype
+        policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    spread_state(model, state, world)
+    spread_state(model, state, world, like)
 
 
 def _empty(model: torch.nn.Module) -> None:
@@ -61,20 +75,31 @@ def spread(whole: Tensor | None, like: Tensor, world: World) -> Tensor:
     return full
 
 
-def spread_state(model: torch.nn.Module, whole: dict[str, Tensor], world: World) -> None:
+def spread_state(
+    model: torch.nn.Module,
+    whole: dict[str, Tensor],
+    world: World,
+    like: Mapping[str, Tensor] = MappingProxyType({}),
+    trained: bool = False,
+) -> None:
     """Give a sharded model rank 0's state, as `gathered_state` returns it; other ranks' has no meaning.
 
-    Tensors are taken out of it, so that no rank holds whole what has been laid out.
+    Tensors are taken out of it, so that no rank holds whole what has been laid out. Those in `like` are laid out so
+    already.
     """
     made: dict[int, torch.nn.Parameter] = {}
-    for name, tensor in _named_state(model):
-        laid = spread(whole.pop(name, None), tensor, world)
+    for names, tensor in _named_state(model, trained):
+        if names[0] in like:
+            laid = like[names[0]].detach().clone()
+        else:
+            found = next((name for name in names if name in whole), names[0])
+            laid = spread(whole.pop(found, None), tensor, world)
         if tensor.is_meta:
             made[id(tensor)] = torch.nn.Parameter(laid, tensor.requires_grad)
         else:  # which an optimizer may hold
             tensor.detach().copy_(laid)
-    names = model.state_dict(keep_vars=True).items()
-    model.load_state_dict({n: made[id(x)] for n, x in names if id(x) in made}, strict=False, assign=True)
+    tensors = model.state_dict(keep_vars=True).items()
+    model.load_state_dict({n: made[id(x)] for n, x in tensors if id(x) in made}, strict=False, assign=True)
 
 
 def local_bytes(tensor: Tensor) -> int:
@@ -95,18 +120,39 @@ def gathered(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def gathered_state(model: torch.nn.Module, world: World) -> dict[str, Tensor]:
-    """The state of a sharded model, without aliases of its parameters, on rank 0; on other ranks nothing is kept."""
-    whole = ((name, gathered(tensor)) for name, tensor in _named_state(model))
-    return {name: tensor.cpu() for name, tensor in whole if world.main}
+def gathered_state(model: torch.nn.Module, world: World, trained: bool = False) -> dict[str, Tensor]:
+    """A model's state, without aliases of its parameters; see `whole_on_main`. With `trained` what is trained alone."""
+    return whole_on_main(((names[0], tensor) for names, tensor in _named_state(model, trained)), world)
 
 
-def _named_state(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """A model's parameters and lasting buffers, each once, under its first name."""
-    names: dict[int, tuple[str, Tensor]] = {}
+def whole_on_main(tensors: Iterable[tuple[str, Tensor]], world: World) -> dict[str, Tensor]:
+    """Named tensors that may lie over ranks: whole, on rank 0 and the CPU; on other ranks nothing is kept."""
+    whole = ((name, gathered(tensor)) for name, tensor in tensors)
+    return {name: tensor.cpu().contiguous() for name, tensor in whole if world.main}
+
+
+def _named_state(model: torch.nn.Module, trained: bool = False) -> list[tuple[list[str], Tensor]]:
+    """A model's parameters and lasting buffers, or those that are trained, each once, with its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), (name, tensor))
-    return list(names.values())
+        if tensor.requires_grad or not trained:
+            found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+@contextmanager
+def unsharded(model: torch.nn.Module) -> Iterator[None]:
+    """Hold all of a model's parameters for the block, in which its calls need no other rank."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(part is not model, recurse=False)  # as `fully_shard` has it
+            part.reshard()
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -1,14 +1,15 @@
 """The processes of a run, called ranks: what each of them does, and what they tell each other.
 
-A rank computes with its own device and its share of each update's rows. What is on the host (rows, their order, numbers
-for the log) is the same on all ranks; rank 0 alone has the run's folder. All ranks make the same calls of a `World`, in
-the same order. A run of one process has a world of its own, in which none of them costs anything.
+A rank computes with its own device and its share of the work: completions, rewards, rows of an update. What is on the
+host (rows, their order, numbers for the log) is the same on all ranks; rank 0 alone has the run's folder. All ranks
+make the same calls of a `World`, in the same order. A run of one process has a world of its own, in which none of them
+costs anything.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +24,9 @@ from fastrl.training.common.facts import versions
 from fastrl.training.common.optimizer import find_device
 from fastrl.training.common.sections import MachineConfig
 from fastrl.training.common.settings import Section, json_values
+from fastrl.training.common.timing import timed
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 #: How long ranks wait for one that works on its own, such as rank 0 while it writes a checkpoint.
@@ -39,6 +42,7 @@ class World:
     size: int = 1
     group: Any = None  # of all ranks, for what is on the host
     mesh: DeviceMesh | None = None  # ("replicate", "shard"), over which models lie
+    waited: dict[str, float] = field(default_factory=lambda: {"seconds": 0.0}, compare=False)  # for other ranks
 
     def __str__(self) -> str:
         copies = 1 if self.mesh is None else self.mesh.size(0)
@@ -53,31 +57,60 @@ class World:
         """What `compute` returns on rank 0, where alone it is called; every rank raises its UserError or OSError."""
         if self.size == 1:
             return compute()
-        outcome: list[Any] = [None, None]
-        if self.main:
-            try:
-                outcome[0] = compute()
-            except (UserError, OSError) as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        result: T = outcome[0]
+        outcome: list[Any] = [_outcome(compute) if self.main else None]
+        with timed("seconds", self.waited):
+            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        result, error = outcome[0]
+        if error is not None:
+            raise error
         return result
+
+    def together(self, compute: Callable[[], T]) -> list[T]:
+        """What `compute` returns on each rank; every rank raises the UserError or OSError of the first that does."""
+        if self.size == 1:
+            return [compute()]
+        outcomes: list[Any] = self.gathered(_outcome(compute))
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for result, _ in outcomes]
+
+    def share(self, items: Sequence[S], compute: Callable[[Sequence[S], int], Sequence[T]]) -> list[T]:
+        """What `compute` returns for each of the items, of which every rank is given some that follow each other.
+
+        Its arguments are these, and the index of the first of them. Raises as `together` does.
+        """
+        own = self.range_of(len(items))
+        parts = self.together(lambda: compute(items[own.start : own.stop], own.start) if own else [])
+        return [result for part in parts for result in part]
+
+    def range_of(self, count: int) -> range:
+        """The indices of this rank's share of so many items."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def gathered(self, value: T) -> list[T]:
         """The value of every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with timed("seconds", self.waited):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over the ranks of a tensor on the CPU, in place."""
         if self.size > 1:
-            dist.all_reduce(values, group=self.group)
+            with timed("seconds", self.waited):
+                dist.all_reduce(values, group=self.group)
         return values
+
+    @contextmanager
+    def working(self, name: str, numbers: dict[str, float]) -> Iterator[None]:
+        """Add the seconds that this rank works in the block to `numbers[name]`, without those that it waits."""
+        before = self.waited["seconds"]
+        with timed(name, numbers):
+            yield
+        numbers[name] -= self.waited["seconds"] - before
 
     def deal(self, parts: Sequence[T]) -> list[tuple[T, int]]:
         """This rank's share of the parts of a batch, as many on every rank, each with its weight of 1.
@@ -99,6 +132,14 @@ class World:
                         f"{name}: expected the same on all processes, got {value!r} on rank 0 and "
                         f"{found.get(name)!r} on rank {rank}"
                     )
+
+
+def _outcome(compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What it returns, or the error that all ranks are to raise."""
+    try:
+        return compute(), None
+    except (UserError, OSError) as error:
+        return None, error
 
 
 def facts_of(config: Section) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def evaluate(run: Run) -> dict[str, float]:
     with random_numbers(run.config.training.seed):  # how often a run is evaluated must not change what it learns
         examples = run.held_out
         rollout = run.rollouts.evaluate(examples, greedy=True)
-        completions = completion_texts(run.policy, rollout)
+        completions = completion_texts(run.policy, rollout, run.world)
         numbers = {} if run.config.distillation is None else _from_teacher(run, rollout)
         if run.rewards.scorers:
             numbers["eval/reward"] = average(run.rewards(examples, completions))
@@ -35,7 +35,7 @@ def evaluate(run: Run) -> dict[str, float]:
         if not count:
             return numbers
         repeated = [example for example in examples for _ in range(count)]
-        texts = completion_texts(run.policy, run.rollouts.evaluate(repeated))
+        texts = completion_texts(run.policy, run.rollouts.evaluate(repeated), run.world)
         for function in run.functions.metrics:
             solved = [value is not None and value >= 1 for value in function(repeated, texts)]
             prompts = range(0, len(texts), count)
@@ -60,12 +60,12 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
 
     def summed() -> Tensor:
         sums = torch.zeros(2, device=run.policy.device, dtype=torch.float64)
-        for rows in run.micro_batches.cut(rollout.shapes()):
+        for rows, weight in run.world.deal(run.micro_batches.cut(rollout.shapes())):
             batch = rollout.select(torch.tensor(rows)).to(run.policy.device)
             states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
             _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)
-            sums += torch.stack([divergence, distillation.logprobs(taught, batch)])
-        return sums
+            sums += weight * torch.stack([divergence, distillation.logprobs(taught, batch)])
+        return run.world.total(sums.cpu())
 
     sums = run.micro_batches.fitted(summed)
     return dict(zip(("eval/divergence", "eval/teacher_logprob"), (sums / count).tolist(), strict=True))

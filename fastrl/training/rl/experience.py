@@ -32,7 +32,6 @@ from fastrl.training.common.health import describe
 from fastrl.training.common.policy import Policy
 from fastrl.training.common.reward import Steps
 from fastrl.training.common.rollout import Rollout, completion_texts, join, rollout_logprobs, rollout_statistics
-from fastrl.training.common.timing import timed
 from fastrl.training.rl.run import Run
 
 LOGGED = 2000  # characters of a row's column in a sample
@@ -47,7 +46,7 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
     rollout, steps, samples = _sample(run, numbers)
     check_sampled(rollout, run.distillation.teacher if run.distillation else run.teacher, run.policy)
     options = run.config.rollout.temperature, run.micro_batches, run.config.training.memory_budget
-    with timed("time/logprobs", numbers):
+    with run.world.working("time/logprobs", numbers):
         needs_old = (run.policy_coef > 0 and not run.on_policy) or run.kl_in_reward or run.teacher is not None
         extras = ("log_sum_sq_probs",) if run.needs_gradient_norms else ()
         old, squares = None, None
@@ -99,8 +98,8 @@ def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], 
         rollouts.append(rollout)
         if not settings.dynamic_sampling:  # which may need the engine again
             run.rollouts.begin(run.step, numbers)
-        texts = completion_texts(run.policy, rollout)
-        with timed("time/reward", numbers):
+        texts = completion_texts(run.policy, rollout, run.world)
+        with run.world.working("time/reward", numbers):
             new_earned, parts = run.rewards.parts(examples, texts)
             new_steps = steps_reward.steps(examples, texts) if steps_reward else [[] for _ in texts]
         prices = _prices(rollout, settings.max_new_tokens, rewards.overlong_cache)

@@ -15,6 +15,7 @@ from fastrl.training.common.memory_needs import LossCall, chosen_plans
 from fastrl.training.common.micro_batch import MicroBatches
 from fastrl.training.common.policy import Policy
 from fastrl.training.engines.vllm_process import GPU_SHARE
+from fastrl.training.parallel.world import World
 from fastrl.training.rl.config import Config, DistillationConfig
 from fastrl.training.rl.objective_config import ranks_tokens, reads_sampler
 
@@ -67,7 +68,12 @@ def _distillation_calls(
 
 
 def with_micro_batches(
-    config: Config, objective: Objective, policy: Policy, others: Sequence[torch.nn.Module], longest: int | None
+    config: Config,
+    objective: Objective,
+    policy: Policy,
+    others: Sequence[torch.nn.Module],
+    longest: int | None,
+    world: World,
 ) -> tuple[Config, MicroBatches, Expected]:
     """As `expected_memory.with_micro_batches`.
 
@@ -82,6 +88,7 @@ def with_micro_batches(
         reserved=_engine_bytes(config, policy),
         text=activation_bytes(policy.model, config.model, text.batch_size * text.length, text.length) if text else 0,
         cut=not ranks_tokens(objective),
+        world=world,
     )
 
 

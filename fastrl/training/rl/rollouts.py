@@ -1,5 +1,6 @@
 """The rollouts of a run: the next prompts with their completions, drawn when they are needed or a step ahead."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,9 +8,9 @@ from fastrl.training.common.data import Example, PromptSampler
 from fastrl.training.common.rollout import Rollout
 from fastrl.training.common.sections import RolloutConfig
 from fastrl.training.common.streaming import StreamSampler
-from fastrl.training.common.timing import timed
 from fastrl.training.engines.sampler import CompletionSampler, Draw
 from fastrl.training.engines.turns import Turns
+from fastrl.training.parallel.world import World
 
 
 class Rollouts:
@@ -32,16 +33,17 @@ class Rollouts:
         draw, self.begun = self.begun, None
         if draw is None:
             draw = self._ask(count)
-        if draw.thread is None and draw.missing:  # nobody draws them yet
+        world = self.completions.world
+        if draw.thread is None and self.completions.left(draw):  # nobody draws them yet
             self._ready(numbers)
-        with timed("time/generate", numbers):
+        with world.working("time/generate", numbers):
             rollout = self.completions.finish(draw)
         if self.settings.sleep:
             self.completions.sleep()
         if self.settings.engine != "transformers":
             numbers["time/engine"] = numbers.get("time/engine", 0.0) + draw.seconds
         if isinstance(engine := self.completions.engine, Turns):
-            for name, value in engine.numbers.items():
+            for name, value in _counted(engine.numbers, world).items():
                 numbers[name] = numbers.get(name, 0.0) + value
             engine.numbers.clear()
         return list(draw.examples), rollout
@@ -75,7 +77,7 @@ class Rollouts:
         """Give the engine the policy's weights, and add the seconds that this takes; see `CompletionSampler.ready`."""
         if self.settings.engine == "transformers":
             return True
-        with timed("time/weights", numbers):
+        with self.completions.world.working("time/weights", numbers):
             return self.completions.ready(wait=wait)
 
     def _ask(self, count: int) -> Draw:
@@ -93,3 +95,11 @@ class Rollouts:
         self.begun = None
         self.prompts.load(state["prompts"])
         self.completions.drawn = state["drawn"]
+
+
+def _counted(numbers: Mapping[str, float], world: World) -> dict[str, float]:
+    """The numbers of an engine with tools: this rank's seconds, and the calls that failed on all ranks."""
+    added = Counter[str]()
+    for own in world.gathered({name: count for name, count in numbers.items() if not name.startswith("time/")}):
+        added.update(own)
+    return {**numbers, **added}

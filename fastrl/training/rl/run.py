@@ -11,18 +11,20 @@ from fastrl import KL, CovarianceClip, Objective
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
 from fastrl.training.common.checkpoint import Trained, read_checkpoint
+from fastrl.training.common.checksums import digest
 from fastrl.training.common.data import Example, PromptFormat, PromptSampler, Room, TextStream, load_examples
 from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher
 from fastrl.training.common.expected_memory import Expected
 from fastrl.training.common.memory_needs import check_budget
 from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.optimizer import find_device, make_optimizer
+from fastrl.training.common.optimizer import make_optimizer
 from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
 from fastrl.training.common.reward_model import make_rewards
 from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.scoring import RewardFunctions, Rewards
 from fastrl.training.common.streaming import StreamSampler
 from fastrl.training.engines.choice import make_sampler
+from fastrl.training.parallel.world import ALONE, World
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.training.rl.critic import Critic
@@ -58,6 +60,11 @@ class Run:
     skipped: int = 0  # updates skipped in a row so far
 
     @property
+    def world(self) -> World:
+        """The processes of the run."""
+        return self.micro_batches.world
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether a KL to the reference is subtracted from each token's reward."""
         return self.config.kl is not None and self.config.kl.place == "reward"
@@ -75,7 +82,7 @@ class Run:
     @property
     def update_batches(self) -> MicroBatches:
         """The micro-batches of an update: those of any forward, or all of it if tokens are ranked."""
-        return MicroBatches(None, self.micro_batches.packed) if ranks_tokens(self.objective) else self.micro_batches
+        return replace(self.micro_batches, limit=None) if ranks_tokens(self.objective) else self.micro_batches
 
     @property
     def reads_sampler(self) -> bool:
@@ -83,19 +90,19 @@ class Run:
         return reads_sampler(self.objective)
 
 
-def make_run(config: Config) -> Run:
+def make_run(config: Config, world: World = ALONE) -> Run:
     """Load and check everything. Raises UserError for what is wrong in the config, dataset, model or reward."""
-    device = find_device(config.training.device)
+    device = world.device
     objective, kl, entropy = _objective(config, device)
     if config.distillation is not None:
         check_teacher(config.distillation, config.model)
     calls = loss_calls(config, objective, config.training.micro_batch_tokens or 1)
     check_budget(config.training, config.model, device, calls)
-    functions = RewardFunctions(config.reward, config.evaluation.metrics)
-    rewards = make_rewards(config.reward, functions, device, config.model.trust_remote_code)
-    policy = load_policy(config.model, device, packing=config.training.packing)
+    functions = RewardFunctions(config.reward, config.evaluation.metrics, world)
+    rewards = make_rewards(config.reward, functions, device, config.model.trust_remote_code, world)
+    policy = load_policy(config.model, device, packing=config.training.packing, world=world)
     check_budget(config.training, config.model, device, calls, policy)
-    teacher, distillation = _teacher(config, policy)
+    teacher, distillation = _teacher(config, policy, world)
     reads_reference = config.has_policy_loss and objective.kl is not None and objective.kl.needs_reference
     reads_reference |= config.kl is not None and config.kl.place == "reward"
     limit = max_positions(policy.model, *([teacher.model] if teacher else []))
@@ -104,7 +111,7 @@ def make_run(config: Config) -> Run:
         raise UserError("rollout.keep_routing: the model is no mixture of experts whose routers are known")
     training, settings = config.training, config.optimizer
     prompts = PromptFormat.of(config.data, policy.tokenizer)
-    sampler = _sampler(config, prompts, room)
+    sampler = _sampler(config, prompts, room, world)
     held_out_source = config.data.eval_source
     held_out = load_examples(held_out_source, prompts, room)[0] if held_out_source else []
     drawn = sampler.examples if isinstance(sampler, PromptSampler) else []
@@ -115,20 +122,26 @@ def make_run(config: Config) -> Run:
         print(f"fastrl: warning: data.eval_path: no column {', '.join(lacking)}, which data.path has", file=sys.stderr)
     longest = _longest(config, sampler, held_out)
     pretraining = config.pretraining
-    for model in [policy, *([teacher] if teacher else [])]:
-        fix_frequencies(model.model, max(longest or limit or 0, pretraining.length if pretraining else 0))
+    critic = None if config.critic is None else Critic(policy, config.critic.shared, world)
+    reference = reference_of(policy, world) if reads_reference else None
+    others = [model.model for model in (reference, teacher) if model] + ([critic] if critic else [])
+    for model in [policy.model, *others]:
+        fix_frequencies(model, max(longest or limit or 0, pretraining.length if pretraining else 0))
     template = config.data.chat_template_kwargs
-    completions = make_sampler(policy, config.rollout, config.model, training.seed, longest, template)
-    critic = None if config.critic is None else Critic(policy, config.critic.shared)
+    completions = make_sampler(policy, config.rollout, config.model, training.seed, longest, template, world)
     stream = None if pretraining is None else TextStream(pretraining.path, policy.tokenizer, pretraining.length)
     groups = [(list(policy.model.parameters()), settings.peak)]
     if critic is not None and config.critic is not None:
         groups.append((list(critic.parameters()), config.critic.lr or settings.peak))
     updates = training.steps * training.epochs * training.minibatches
     optimizer, scheduler = make_optimizer(groups, settings, updates)
-    reference = reference_of(policy) if reads_reference else None
-    others = [model.model for model in (reference, teacher) if model] + ([critic] if critic else [])
-    config, micro_batches, memory = with_micro_batches(config, objective, policy, others, longest)
+    if world.size > 1 and ranks_tokens(objective):
+        print(
+            "fastrl: warning: the objective ranks the tokens of a whole minibatch, so each process computes all of it: "
+            "several are no faster there",
+            file=sys.stderr,
+        )
+    config, micro_batches, memory = with_micro_batches(config, objective, policy, others, longest, world)
     return Run(
         config,
         policy,
@@ -152,12 +165,12 @@ def make_run(config: Config) -> Run:
     )
 
 
-def _teacher(config: Config, policy: Policy) -> tuple[Policy | None, Distillation | None]:
+def _teacher(config: Config, policy: Policy, world: World) -> tuple[Policy | None, Distillation | None]:
     """The teacher, and the divergence from it unless the form is sampled."""
     settings, training = config.distillation, config.training
     if settings is None:
         return None, None
-    teacher = load_teacher(settings, config.model, policy, training.packing)
+    teacher = load_teacher(settings, config.model, policy, training.packing, world)
     if settings.form == "sampled":
         return teacher, None
     top_k = settings.top_k if settings.form == "top-k" else None
@@ -170,10 +183,10 @@ def _teacher(config: Config, policy: Policy) -> tuple[Policy | None, Distillatio
     return teacher, Distillation(teacher, settings, temperature, top_k, training.packing, budget)
 
 
-def _sampler(config: Config, prompts: PromptFormat, room: Room) -> PromptSampler | StreamSampler:
+def _sampler(config: Config, prompts: PromptFormat, room: Room, world: World) -> PromptSampler | StreamSampler:
     data, seed = config.data, config.training.seed
     if data.streaming:
-        return StreamSampler(replace(data.source, streaming=True), prompts, room, seed, data.shuffle_buffer)
+        return StreamSampler(replace(data.source, streaming=True), prompts, room, seed, data.shuffle_buffer, world)
     examples, dropped = load_examples(data.source, prompts, room)
     if len(examples) < (wanted := config.rollout.prompts_per_step):
         print(
@@ -182,6 +195,17 @@ def _sampler(config: Config, prompts: PromptFormat, room: Room) -> PromptSampler
             file=sys.stderr,
         )
     return PromptSampler(examples, seed, dropped)
+
+
+def digests(run: Run) -> dict[str, str]:
+    """By config field: what all rows of a dataset are, which must be the same on all ranks."""
+    held_out = ([example.token_ids, example.columns] for example in run.held_out)
+    data = {**run.rollouts.prompts.data, "data.eval_path": (len(run.held_out), digest(held_out))}
+    found = {field: f"{count} rows, digest {text[:12]}" for field, (count, text) in data.items()}
+    if run.text is not None:
+        text = digest(part.tolist() for part in run.text.tokens.split(2**16))
+        found["pretraining.path"] = f"{len(run.text.tokens)} tokens, digest {text[:12]}"
+    return found
 
 
 def data_of(run: Run) -> str:
@@ -259,4 +283,4 @@ def trained(run: Run) -> Trained:
     if run.reference is not None and run.config.kl is not None and run.config.kl.sync_every is not None:
         models["reference.safetensors"] = run.reference.model
     state = (run.optimizer, run.scheduler, run.rollouts.prompts.data, models)
-    return Trained(policy.model, policy.tokenizer, policy.has_adapters, *state)
+    return Trained(policy.model, policy.tokenizer, policy.has_adapters, *state, run.world)

@@ -3,34 +3,37 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.banner import show_end, show_run, show_start
+from fastrl.training.common.banner import show_end, show_start
 from fastrl.training.common.checkpoint import (
     SaveClock,
     as_started,
     checkpoint_of,
     due,
-    run_folder,
     saved_on_error,
     write_checkpoint,
+    written,
 )
 from fastrl.training.common.facts import run_facts
-from fastrl.training.common.interruption import stop_signals
 from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
-from fastrl.training.common.optimizer import Diverged, calmer, cpu_threads, start
+from fastrl.training.common.optimizer import Diverged, calmer
+from fastrl.training.common.prepared import prepared, stopping
+from fastrl.training.common.report_html import NESTED, STEP
 from fastrl.training.common.saving import check_savable
 from fastrl.training.common.seeds import seed_step
 from fastrl.training.common.timing import peak_memory, timed
+from fastrl.training.parallel.world import World
 from fastrl.training.rl.config import Config
 from fastrl.training.rl.evaluation import evaluate
 from fastrl.training.rl.experience import collect
-from fastrl.training.rl.run import Run, data_of, load_checkpoint, make_run, resumable, trained
+from fastrl.training.rl.run import Run, data_of, digests, load_checkpoint, make_run, resumable, trained
 from fastrl.training.rl.update import update
 
 # The metrics in a step's line on the terminal, if present.
@@ -57,50 +60,54 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     the first step for anything in the config, dataset, model or reward that cannot be used, later for a reward or a
     loss that fails, and if another process writes to logging.output_dir.
     """
-    interrupted, logging, steps = None, config.logging, config.training.steps
-    with run_folder(config, logging, "train", "training.steps", resume) as checkpoint:
-        started = time.perf_counter()
-        start(config.training)
-        prompts, completions = config.rollout.prompts_per_step, config.rollout.num_generations
-        show_run(config, f"{config.name}: {steps} steps of {prompts} prompts x {completions} completions")
-        run = make_run(as_started(config, checkpoint))
+    logging, steps, started = config.logging, config.training.steps, time.perf_counter()
+    prompts, completions = config.rollout.prompts_per_step, config.rollout.num_generations
+    what = f"{config.name}: {steps} steps of {prompts} prompts x {completions} completions"
+    with prepared(config, "train", "training.steps", what, resume) as (world, checkpoint), ExitStack() as stack:
+        if world.size > 1 and config.rollout.engine == "vllm" and config.rollout.url is None:
+            raise UserError(
+                "rollout.engine: vLLM in the trainer's own process draws for that process alone; start a server, and "
+                "set rollout.url to it"
+            )
+        run = make_run(as_started(config, checkpoint, world), world)
+        stack.enter_context(closing(run.functions))
         config = run.config
-        check_savable(name_of(config.model), run.policy.tokenizer, [run.policy.model], logging.output_dir)
+        if world.size > 1:
+            world.check_alike(digests(run))
+        model, tokenizer = name_of(config.model), run.policy.tokenizer
+        world.first(lambda: check_savable(model, tokenizer, [run.policy.model], logging.output_dir))
         if checkpoint is not None:
             load_checkpoint(checkpoint, run)
         shown = [name for name in SHOWN if name != "kl" or run.objective.kl is not None]
-        facts = run_facts(config, config.name, run.policy.model, run.policy.device)
-        show_start(config, facts, data_of(run), run.memory, run.policy.device)
-        first = run.step
-        with (
-            closing(run.functions),
-            cpu_threads(config.training.threads),
-            RunLog(config, logging, config.name, steps, shown, run.step, facts) as log,
-            stop_signals() as signals,
-            _diverging(run),
-        ):
-            run.rollouts.completions.signals = signals
-            clock = SaveClock(logging)
-            if checkpoint is None and run.held_out:
-                log.write(0, _evaluated(run))
-            for step in range(run.step + 1, steps + 1):
-                run.step, last, before = step, step == steps, resumable(run)
-                with saved_on_error(partial(_save_earlier, run, log, before)):
-                    numbers, samples = take_step(run)
-                with saved_on_error(partial(_save, run, log)):
-                    try:
-                        if run.held_out and due(step, config.evaluation.every, last):
-                            numbers |= _evaluated(run)
-                    finally:
-                        log.write(step, numbers, samples)
-                interrupted = None if last or not signals else signals[0]
-                if interrupted or clock.due(step, last):
-                    _save(run, log)
-                if interrupted:
-                    break
-            seconds = time.perf_counter() - started
-            ended = {"steps": run.step, "seconds": seconds, "resumed": first, "interrupted": interrupted}
-            return log.summarize(ended)
+        processes = str(world) if world.size > 1 else ""
+        facts = run_facts(config, config.name, run.policy.model, run.policy.device, processes)
+        show_start(config, facts, data_of(run), run.memory, run.policy.device, world.size)
+        first, interrupted = run.step, None
+        log: Any = None  # rank 0's
+        if world.main:
+            log = stack.enter_context(RunLog(config, logging, config.name, steps, shown, run.step, facts))
+        signals = stack.enter_context(stopping(world))
+        stack.enter_context(_diverging(run))
+        run.rollouts.completions.signals = signals
+        clock = SaveClock(logging)
+        if checkpoint is None and run.held_out:
+            numbers = _evaluated(run)
+            world.first(lambda: log.write(0, numbers))
+        while run.step < steps and not interrupted:
+            before, run.step = resumable(run), run.step + 1
+            step, last = run.step, run.step == steps
+            with saved_on_error(partial(_save_earlier, run, log, before), world):
+                numbers, samples = take_step(run)
+            record = partial(RunLog.write, log, step, numbers, samples)
+            with saved_on_error(partial(_save, run, log), world), written(record, world):
+                if run.held_out and due(step, config.evaluation.every, last):
+                    numbers |= _evaluated(run)
+            interrupted, is_due = clock.decide(step, last, signals, world)
+            if is_due:
+                _save(run, log)
+        seconds = time.perf_counter() - started
+        ended = {"steps": run.step, "seconds": seconds, "resumed": first, "interrupted": interrupted}
+        return world.first(lambda: log.summarize(ended))
 
 
 @contextmanager
@@ -121,26 +128,26 @@ def _diverging(run: Run) -> Iterator[None]:
 def _evaluated(run: Run) -> dict[str, float]:
     """The metrics of an evaluation, and its seconds."""
     numbers: dict[str, float] = {}
-    with timed("time/evaluation", numbers):
+    with run.world.working("time/evaluation", numbers):
         numbers |= evaluate(run) | run.functions.failures("evaluation")
-    return numbers
+    return over_ranks(run.world, numbers)
 
 
-def _save(run: Run, log: RunLog, state: dict[str, Any] | None = None) -> Path:
+def _save(run: Run, log: Any, state: dict[str, Any] | None = None) -> Path:
     """Save the run after its current step, if it is not yet. Returns the checkpoint.
 
     `state` may be the one before a step that failed. Updates that this step had made are in the weights: resumed, the
     step is drawn anew from these.
     """
-    checkpoint = checkpoint_of(run.config.logging, run.step)
-    if not checkpoint.exists():
-        log.sync()
+    checkpoint, world = checkpoint_of(run.config.logging, run.step), run.world
+    if world.first(lambda: not checkpoint.exists()):
+        world.first(lambda: log.sync())
         config = run.update_batches.noted(run.config)
         write_checkpoint(config, config.logging, trained(run), run.step, state or resumable(run))
     return checkpoint
 
 
-def _save_earlier(run: Run, log: RunLog, before: dict[str, Any]) -> Path | None:
+def _save_earlier(run: Run, log: Any, before: dict[str, Any]) -> Path | None:
     """Save the steps before one that failed. Returns the checkpoint, or None if there is none."""
     run.step -= 1
     return _save(run, log, before) if run.step else None
@@ -152,7 +159,7 @@ def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
     numbers: dict[str, float] = {}
     with timed("time/step", numbers):
         rollout, samples = collect(run, numbers)
-        with timed("time/update", numbers):
+        with run.world.working("time/update", numbers):
             numbers |= update(run, rollout)
         run.rollouts.completions.step = run.step
         kl_last = numbers.pop("kl_last", math.nan)
@@ -166,8 +173,30 @@ def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
         every = None if run.config.kl is None else run.config.kl.sync_every
         if run.reference is not None and every is not None and run.step % every == 0:
             run.reference.model.load_state_dict(run.policy.model.state_dict())
-    numbers["time/loss_share"] = numbers["time/loss"] / numbers["time/step"]
     if run.rollouts.prompts.dropped:
         numbers["dropped_prompts"] = run.rollouts.prompts.dropped
     numbers["memory/peak_gib"] = peak_memory(run.policy.device)
+    numbers = over_ranks(run.world, numbers)
+    numbers["time/loss_share"] = numbers["time/loss"] / numbers["time/step"]
     return numbers, samples
+
+
+def over_ranks(world: World, numbers: dict[str, float]) -> dict[str, float]:
+    """A step's metrics with the seconds and the memory of the rank that has most, and of several ranks their means.
+
+    `time/imbalance` is the part of the step in which a rank waits for the slowest one, on average.
+    """
+    if world.size == 1:
+        return numbers
+    own = {name: value for name, value in numbers.items() if name.startswith(("time/", "memory/"))}
+    ranks = world.gathered(own)
+    names = dict.fromkeys(chain(*ranks))
+    most = {name: max(rank.get(name, 0.0) for rank in ranks) for name in names}
+    means = {f"mean_{name}": sum(rank.get(name, 0.0) for rank in ranks) / world.size for name in names}
+    step, _ = most.get(STEP), means.pop(f"mean_{STEP}", None)
+    numbers = numbers | most | means
+    if step is not None:
+        phases = [name for name in most if name.startswith("time/") and name not in (STEP, *NESTED)]
+        waited = sum(most[name] - means[f"mean_{name}"] for name in phases)
+        numbers["time/imbalance"] = waited / step
+    return numbers

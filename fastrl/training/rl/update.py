@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from fastrl.training.common.policy import Policy, checkpointing
 from fastrl.training.common.rollout import Rollout, hidden_states, replaying
 from fastrl.training.common.seeds import seed_of, shuffled
 from fastrl.training.common.timing import Stopwatch
+from fastrl.training.parallel.shard import gathered
+from fastrl.training.parallel.world import World
 from fastrl.training.rl.run import Run
 
 # How the metrics of several batches are merged; those not listed here are averaged, weighted by the batches' tokens.
@@ -53,7 +56,7 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
                 number = len(history) + skipped
                 covariance.generator.manual_seed(seed_of(training.seed, "covariance", run.step, number))
             batches = run.update_batches.fitted(partial(accumulate_gradients, run, rollout, rows, watch))
-            metrics = merge_metrics(batches, (*COUNTS, *LOSSES))
+            metrics = merge_metrics(_of_all_ranks(run.world, batches), (*COUNTS, *LOSSES))
             if run.text is not None:
                 metrics |= pretrain(run, run.text, metrics["loss"])
             # From the first update only: there the policy is still the one that sampled.
@@ -81,7 +84,8 @@ def _clip(run: Run) -> dict[str, Tensor]:
     Returns their norms before clipping (the policy's group is the first), and the learning rate.
     """
     groups = run.optimizer.param_groups
-    norms = [torch.nn.utils.clip_grad_norm_(group["params"], run.config.optimizer.max_grad_norm) for group in groups]
+    limit = run.config.optimizer.max_grad_norm
+    norms = [gathered(torch.nn.utils.clip_grad_norm_(group["params"], limit)) for group in groups]
     metrics = {"grad_norm": torch.stack(norms).norm(), "lr": torch.tensor(groups[0]["lr"])}
     return metrics if len(norms) == 1 else {**metrics, "critic_grad_norm": norms[1]}
 
@@ -90,7 +94,7 @@ def _skip(run: Run, batch: Rollout, name: str) -> None:
     """Save the batch of a skipped update, and raise UserError if too many were skipped in a row."""
     run.skipped += 1
     directory = run.config.logging.output_dir / "skipped" / f"step-{run.step:06d}-{name}"
-    save_batch(run.policy, batch, directory)
+    run.world.first(lambda: save_batch(run.policy, batch, directory))
     if run.skipped >= run.config.training.max_skipped_updates:
         raise UserError(
             f"step {run.step}: the loss or its gradient was not finite in {run.skipped} updates in a row "
@@ -102,8 +106,15 @@ def _skip(run: Run, batch: Rollout, name: str) -> None:
 def save_batch(policy: Policy, batch: Rollout, directory: Path) -> None:
     """Write `rollout.safetensors` (every tensor of the batch) and `texts.jsonl` (its rows, with special tokens).
 
-    Keeps the newest of the directory's siblings, KEPT including this one.
+    Keeps the newest of the directory's siblings, KEPT including this one. Raises UserError if it cannot.
     """
+    try:
+        _write_batch(policy, batch, directory)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{directory}: cannot save the batch of a skipped update: {error}") from error
+
+
+def _write_batch(policy: Policy, batch: Rollout, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     values = dict(vars(batch))
     if (mask := batch.sampling_mask) is not None:
@@ -121,7 +132,7 @@ def save_batch(policy: Policy, batch: Rollout, directory: Path) -> None:
 
 
 def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwatch) -> list[dict[str, Tensor]]:
-    """Compute the gradient of the minibatch `rows` (int64 indices), by micro-batches. Returns their metrics.
+    """Compute the gradient of the minibatch `rows` (int64 indices), by micro-batches. Returns this rank's metrics.
 
     The denominators are the whole minibatch's, so the sum does not depend on how it is split.
     """
@@ -132,13 +143,24 @@ def accumulate_gradients(run: Run, rollout: Rollout, rows: Tensor, watch: Stopwa
     tokens = max(sum(counts), 1)
     denominator = _denominator(run.objective, rollout, rows, tokens)
     metrics = []
-    for part in run.update_batches.cut(shapes):
+    for part, weight in run.world.deal(run.update_batches.cut(shapes)):
         batch = rollout.select(rows[part]).to(run.policy.device)
         count = sum(counts[row] for row in part)
         with checkpointing(*models), replaying(run.policy, batch, run.config.training.packing):
             own = denominator[part].to(run.policy.device) if isinstance(denominator, Tensor) else denominator
-            metrics.append(_backward(run, batch, count, tokens, own, watch))
+            scale = weight * run.world.size  # FSDP2 averages over the ranks
+            numbers = _backward(run, batch, count, tokens, own, watch, scale)
+        if weight:
+            metrics.append(numbers)
     return metrics
+
+
+def _of_all_ranks(world: World, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The metrics of all ranks' micro-batches; of several ranks on the CPU."""
+    if world.size == 1:
+        return batches
+    own = [(list(batch), torch.stack([value.double() for value in batch.values()]).cpu()) for batch in batches]
+    return [dict(zip(names, values, strict=True)) for rank in world.gathered(own) for names, values in rank]
 
 
 def _denominator(objective: Objective, rollout: Rollout, rows: Tensor, tokens: int) -> int | Tensor:
@@ -153,9 +175,9 @@ def _denominator(objective: Objective, rollout: Rollout, rows: Tensor, tokens: i
 
 
 def _backward(
-    run: Run, batch: Rollout, count: int, tokens: int, denominator: int | Tensor, watch: Stopwatch
+    run: Run, batch: Rollout, count: int, tokens: int, denominator: int | Tensor, watch: Stopwatch, scale: int
 ) -> dict[str, Tensor]:
-    """Add the gradient of a micro-batch of `count` tokens. Returns its metrics.
+    """Add the gradient of a micro-batch of `count` tokens, times `scale`. Returns its metrics.
 
     tokens: of the minibatch; denominator: of the policy's loss.
     """
@@ -168,13 +190,13 @@ def _backward(
         "tokens": torch.tensor(float(count), device=policy.device),
     }
     if run.policy_coef:
-        metrics |= _policy_loss(run, batch, count, leaf, denominator, watch)
+        metrics |= _policy_loss(run, batch, count, leaf, denominator, watch, scale)
     if run.distillation is not None:
-        distilled = _divergence(run.distillation, policy, batch, count, leaf, tokens, watch)
+        distilled = _divergence(run.distillation, policy, batch, count, leaf, tokens, watch, scale)
         metrics |= {**distilled, "loss": metrics["loss"] + distilled["loss"]}
     if run.critic is not None:
         critic_loss = _value_loss(run, batch, leaf, tokens)
-        critic_loss.backward()
+        (critic_loss * scale).backward()
         metrics |= {"value_loss": critic_loss.detach(), "loss": metrics["loss"] + critic_loss.detach()}
     if leaf.grad is not None:
         states.backward(leaf.grad)
@@ -182,9 +204,12 @@ def _backward(
 
 
 def _policy_loss(
-    run: Run, batch: Rollout, count: int, leaf: Tensor, denominator: int | Tensor, watch: Stopwatch
+    run: Run, batch: Rollout, count: int, leaf: Tensor, denominator: int | Tensor, watch: Stopwatch, scale: int
 ) -> dict[str, Tensor]:
-    """Add the gradient of the weighted objective to the hidden states `leaf` and the head. Returns its metrics."""
+    """Add the gradient of the weighted objective, times `scale`, to the hidden states `leaf` and the head.
+
+    Returns its metrics.
+    """
     training = run.config.training
     arguments = batch.loss_arguments(training.packing)
     sampler_logprobs = arguments["rollout_logprobs"]
@@ -205,7 +230,7 @@ def _policy_loss(
             **arguments,
         )
         loss = run.policy_coef * result.loss
-        loss.backward()
+        (loss * scale).backward()
     metrics = {**result.metrics, "loss": loss.detach().float()}
     if sampler_logprobs is not None:
         metrics |= _mismatch(result.logprobs, sampler_logprobs, arguments.get("mask"))
@@ -213,14 +238,21 @@ def _policy_loss(
 
 
 def _divergence(
-    distillation: Distillation, policy: Policy, batch: Rollout, count: int, leaf: Tensor, tokens: int, watch: Stopwatch
+    distillation: Distillation,
+    policy: Policy,
+    batch: Rollout,
+    count: int,
+    leaf: Tensor,
+    tokens: int,
+    watch: Stopwatch,
+    scale: int,
 ) -> dict[str, Tensor]:
     """Add the gradient of the weighted divergence, like `_policy_loss`. Returns its metrics."""
     states = distillation.states(batch)
     with watch():
         divergence, total = distillation.loss(policy, leaf, states, batch, count, tokens)
         loss = distillation.settings.coef * divergence
-        loss.backward()
+        (loss * scale).backward()
         logprobs = distillation.logprobs(states, batch)
     count = max(count, 1)
     return {"loss": loss.detach().float(), "divergence": total / count, "teacher_logprob": logprobs / count}
@@ -242,13 +274,19 @@ def pretrain(run: Run, stream: TextStream, policy_loss: Tensor) -> dict[str, Ten
     """Add the gradient of pretraining text. Returns its loss, and the sum with the policy's."""
     settings = run.config.pretraining
     assert settings is not None  # or there were no stream
-    ids = stream.next(settings.batch_size).to(run.policy.device)
-    sizes = {"num_tokens": ids[:, 1:].numel(), "memory_budget": run.config.training.memory_budget}
-    with checkpointing(run.policy.model):
-        states = run.policy.states(ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1]
-        loss = settings.coef * run.policy.apply_head(linear_cross_entropy, states, ids[:, 1:], **sizes)
-        loss.backward()
-    return {"pretraining_loss": loss.detach(), "loss": policy_loss + loss.detach()}
+    total, world = torch.zeros((), device=run.policy.device), run.world
+    texts = stream.next(settings.batch_size).to(run.policy.device)
+    for ids, weight in world.deal(texts.split(-(-len(texts) // world.size))):
+        share = settings.coef * weight * len(ids) / len(texts)
+        sizes = {"num_tokens": ids[:, 1:].numel(), "memory_budget": run.config.training.memory_budget}
+        with checkpointing(run.policy.model):
+            states = run.policy.states(ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1]
+            loss = share * run.policy.apply_head(linear_cross_entropy, states, ids[:, 1:], **sizes)
+            (loss * world.size).backward()
+        total += loss.detach()
+    if world.size > 1:
+        total = world.total(total.cpu())
+    return {"pretraining_loss": total, "loss": policy_loss + total}
 
 
 def _mismatch(logprobs: Tensor, sampler: Tensor, mask: Tensor | None) -> dict[str, Tensor]:

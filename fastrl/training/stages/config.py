@@ -2,9 +2,9 @@
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import Field, create_model, model_validator
 
 from fastrl import PREFERENCES, Preference
 from fastrl.training.common.data_config import HeldOutConfig, PromptsConfig
@@ -26,13 +26,6 @@ from fastrl.training.common.sections import (
 from fastrl.training.common.settings import Location, Section
 
 
-def _number_or_all(value: Any) -> Any:
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if number == "all" or (type(number) is int and number >= 1):
-        return number
-    raise ValueError('expected "all" or an integer of at least 1')
-
-
 class TrainingConfig(MicroBatchConfig):
     """Epochs, updates and memory."""
 
@@ -43,9 +36,6 @@ class TrainingConfig(MicroBatchConfig):
     max_length: int | None = Field(None, ge=2)
     """The most tokens of a prompt and its completion together. A longer row is an error. The default is the model's
     context."""
-    shard: Annotated[int | Literal["all"], BeforeValidator(_number_or_all)] = "all"
-    """On several processes: over how many of them a copy of the model's parameters, their gradients and moments lies; a
-    divisor of their number. With "all" there is one copy, with 1 each process has a whole one."""
 
 
 class TokenTrainingConfig(TrainingConfig, BudgetConfig):

@@ -5,10 +5,9 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,34 +20,35 @@ from fastrl import Objective
 from fastrl.base.errors import UserError
 from fastrl.models.patching import is_sharded
 from fastrl.planning.plans import Plan
-from fastrl.training.common.banner import show_end, show_run, show_start
+from fastrl.training.common.banner import show_end, show_start
 from fastrl.training.common.checkpoint import (
     SaveClock,
     Trained,
     as_started,
     checkpoint_of,
     read_checkpoint,
-    run_folder,
     saved_on_error,
     write_checkpoint,
+    written,
 )
 from fastrl.training.common.checksums import digest
 from fastrl.training.common.expected_memory import with_micro_batches
 from fastrl.training.common.facts import run_facts
 from fastrl.training.common.files import whole_directory
-from fastrl.training.common.interruption import stop_signals
 from fastrl.training.common.loading import name_of
 from fastrl.training.common.log import RunLog
 from fastrl.training.common.memory_needs import LossCall, check_budget, chosen_plans
 from fastrl.training.common.micro_batch import MicroBatches, Shape
-from fastrl.training.common.optimizer import Diverged, calmer, cpu_threads, make_optimizer, start
+from fastrl.training.common.optimizer import Diverged, calmer, make_optimizer
 from fastrl.training.common.policy import Policy, checkpointing, load_policy, max_positions
+from fastrl.training.common.prepared import prepared, stopping
 from fastrl.training.common.rotary import fix_frequencies
 from fastrl.training.common.saving import check_savable, save_pretrained
 from fastrl.training.common.sections import OptimizerConfig
 from fastrl.training.common.seeds import seed_step, shuffled
-from fastrl.training.parallel.shard import gathered, gathered_state
-from fastrl.training.parallel.world import ALONE, World, facts_of, joined
+from fastrl.training.engines.weights import base_of, merged_weights
+from fastrl.training.parallel.shard import gathered, gathered_state, whole_on_main
+from fastrl.training.parallel.world import ALONE, World
 from fastrl.training.stages.config import StageConfig, TokenStageConfig, TokenTrainingConfig
 from fastrl.training.stages.rows import Reader, Tokens
 
@@ -99,8 +99,12 @@ class Stage(ABC, Generic[Row]):
     def complete(self, world: World) -> None:
         """Compute what the model lacks, once it is trained."""
 
-    def save(self, directory: Path, weights: dict[str, Tensor] | None) -> None:
-        """Write model and tokenizer into an empty directory; `weights` are the model's, if it is sharded."""
+    def weights(self, world: World) -> Any:
+        """What `save` is given: what all ranks hold, on rank 0."""
+        return gathered_state(self.model, world) if is_sharded(self.model) else None
+
+    def save(self, directory: Path, weights: Any) -> None:
+        """Write model and tokenizer into an empty directory."""
         save_pretrained(self.model, directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
@@ -113,37 +117,30 @@ class PolicyStage(Stage[Row]):
         self.has_adapters = policy.has_adapters
         self.packing, self.memory_budget = training.packing, training.memory_budget
 
-    def save(self, directory: Path, weights: dict[str, Tensor] | None) -> None:
+    def weights(self, world: World) -> Any:
+        """With adapters, these and the model's weights with them merged."""
+        if not self.has_adapters:
+            return super().weights(world)
+        merged = whole_on_main(merged_weights(self.policy), world)
+        return gathered_state(self.model, world, trained=True), merged
+
+    def save(self, directory: Path, weights: Any) -> None:
         """As every stage; adapters go to `adapters` in the directory, and merged into the model's weights beside it.
 
         Adapters alone need the model that they were made for, which may move, or be a random one that is gone.
         """
-        if self.policy.has_adapters:
-            save_pretrained(self.model, directory / "adapters")
-            self.model = self.model.merge_and_unload()
+        if self.has_adapters:
+            adapters, weights = weights
+            save_pretrained(self.model, directory / "adapters", state_dict=adapters)
+            self.model = base_of(self.policy)
         super().save(directory, weights)
 
 
-@contextmanager
-def prepared(config: StageConfig, name: str, resume: bool) -> Iterator[tuple[World, Path | None]]:
-    """Yield the world, and the checkpoint to resume from or None; the run's folder is locked for the block.
-
-    Raises UserError as `joined` and `run_folder` do, before there is any work to lose.
-    """
-    training = config.training
-    with joined(training, training.shard) as world, ExitStack() as stack:
-        world.check_alike(facts_of(config))
-        if world.size > 1 and config.model.lora_rank is not None:
-            raise UserError(
-                "model.lora_rank: adapters are trained in one process so far; leave it out, or train in one process"
-            )
-        folder = run_folder(config, config.logging, name, "training.epochs", resume)
-        checkpoint = world.first(lambda: stack.enter_context(folder))
-        stack.enter_context(cpu_threads(training.threads))
-        start(training)
-        epochs = training.epochs
-        show_run(config, f"{name}: {epochs} epoch{'s' * (epochs > 1)} in updates of {training.batch_size} rows")
-        yield world, checkpoint
+def prepared_stage(config: StageConfig, name: str, resume: bool) -> AbstractContextManager[tuple[World, Path | None]]:
+    """As `prepared`, for a stage."""
+    epochs, rows = config.training.epochs, config.training.batch_size
+    what = f"{name}: {epochs} epoch{'s' * (epochs > 1)} in updates of {rows} rows"
+    return prepared(config, name, "training.epochs", what, resume)
 
 
 def train_policy(
@@ -165,7 +162,7 @@ def train_policy(
     used.
     """
     training, data = config.training, config.data
-    with prepared(config, name, resume) as (world, checkpoint):
+    with prepared_stage(config, name, resume) as (world, checkpoint):
         tokens = training.micro_batch_tokens or 1  # the least that may be chosen
         device = world.device
         check_budget(training, config.model, device, calls(largest_call(training, [1] * per_row, 1, objective)))
@@ -254,9 +251,10 @@ def fit(
     described = f"{len(rows)} rows, {len(held_out)} held out, at most {longest} tokens in a sequence"
     show_start(config, facts, described, memory, world.device, world.size)
     with ExitStack() as stack:
+        log: Any = None  # rank 0's
         if world.main:
             log = stack.enter_context(RunLog(config, logging, name, steps, stage.shown, step, facts))
-        signals, clock = stack.enter_context(stop_signals(quiet=world.size > 1)), SaveClock(logging)
+        signals, clock = stack.enter_context(stopping(world)), SaveClock(logging)
 
         def save(step: int) -> Path | None:
             """Save the run after a step, if it is not yet."""
@@ -265,10 +263,6 @@ def fit(
                 world.first(lambda: log.sync())
                 write_checkpoint(micro_batches.noted(config), logging, trained, step, {}, kept)
             return directory if step else None
-
-        def computing(step: int) -> AbstractContextManager[None]:
-            """Saves where the block raises; but of several ranks one may fail alone, and all are needed to save."""
-            return saved_on_error(partial(save, step) if world.size == 1 else lambda: None)
 
         def evaluated() -> dict[str, float]:
             numbers = measure(stage, held_out, micro_batches, backward=False)
@@ -281,29 +275,23 @@ def fit(
             seed_step(training.seed, step + 1)
             epoch, number = divmod(step, updates)  # the last one of an epoch may be smaller
             batch = shuffled(len(rows), training.seed, "rows", epoch).split(training.batch_size)[number]
-            with computing(step):
+            with saved_on_error(partial(save, step), world):
                 numbers = measure(stage, [rows[i] for i in batch.tolist()], micro_batches, backward=True)
                 numbers |= {"lr": optimizer.param_groups[0]["lr"], "epoch": (step + 1) / updates}
                 numbers["grad_norm"] = _clip(optimizer, config.optimizer)
-            with saved_on_error(partial(save, step)):
+            with saved_on_error(partial(save, step), world):
                 _check_finite(step + 1, numbers, config.optimizer)
-            with computing(step):
+            with saved_on_error(partial(save, step), world):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             scheduler.step()
             step += 1
-            with computing(step):
-                try:
-                    if held_out and step % updates == 0:
-                        numbers |= evaluated()
-                finally:
-                    if world.main:
-                        log.write(step, numbers)
-            told, due = zip(*world.gathered(([*signals], clock.due(step, step == steps))), strict=True)
-            interrupted = next(chain(*told), None) if step < steps else None
-            if interrupted and world.size > 1:
-                print(f"fastrl: {interrupted}: saving after step {step}", file=sys.stderr)
-            if due[0] or interrupted:
+            record = partial(RunLog.write, log, step, numbers)
+            with saved_on_error(partial(save, step), world), written(record, world):
+                if held_out and step % updates == 0:
+                    numbers |= evaluated()
+            interrupted, is_due = clock.decide(step, step == steps, signals, world)
+            if is_due:
                 save(step)
             if interrupted:
                 break
@@ -378,7 +366,7 @@ def _check_finite(step: int, numbers: Mapping[str, float], settings: OptimizerCo
 def save_model(stage: Stage[Any], directory: Path, world: World = ALONE) -> None:
     """Write the stage's model to `directory`, which exists only once it is complete."""
     stage.complete(world)
-    weights = gathered_state(stage.model, world) if is_sharded(stage.model) else None
+    weights = stage.weights(world)
 
     def write() -> None:
         with whole_directory(directory, directory.with_name(f".{directory.name}.unfinished")) as unfinished:

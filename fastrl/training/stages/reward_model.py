@@ -22,7 +22,7 @@ from fastrl.training.common.reward_model import MEAN, RewardModel, check_classif
 from fastrl.training.common.sources import Source, field_of
 from fastrl.training.parallel.world import World
 from fastrl.training.stages.config import RewardModelConfig
-from fastrl.training.stages.loop import Stage, finish, fit, prepared
+from fastrl.training.stages.loop import Stage, finish, fit, prepared_stage
 from fastrl.training.stages.rows import Reader
 
 
@@ -100,7 +100,7 @@ def train(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
 
     Raises UserError before the first update for input that cannot be used.
     """
-    with prepared(config, "reward-model", resume) as (world, checkpoint):
+    with prepared_stage(config, "reward-model", resume) as (world, checkpoint):
         tokenizer = load_tokenizer(config.model)
         options: dict[str, Any] = {"new_head": True, "num_labels": 1, "world": world}
         # Of a language model only the decoder is used: its own head is left over, and the score head is new.

@@ -1,4 +1,7 @@
-"""The countdown example from nothing, with a real vLLM on a CPU, to problems that are solved. Run with -m engine."""
+"""The countdown example from nothing, with a real vLLM on a CPU, to problems that are solved. Run with -m engine.
+
+Two processes train: `test_vllm.py` and `test_vllm_process.py` have runs of one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ def test_a_model_learns_countdown_with_the_server(tmp_path: Path) -> None:
     server = RealVLLM(runs / "sft" / "model", "float32", tmp_path / "server.log")
     server.start()
     try:
-        options = ("--rollout.url", server.url, "--training.steps", str(STEPS))
+        options = ["--rollout.url", server.url, "--training.steps", str(STEPS)]
+        options += ["--nproc", "2", "--training.threads", "1"]  # of two cores
         call("-m", "fastrl.cli", "train", example / "config.toml", *options)
     finally:
         server.kill()

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import digit_rewards
 import pytest
+import seeded_engine
 from digit_models import TOKENIZER, narrowed
 from ranks import Ranks
 from run_files import write_json_lines
@@ -55,11 +57,52 @@ def row_of(command: str, generator: random.Random) -> dict[str, Any]:
     return {"prompt": f"{prompt}=", "responses": answers, "ranks": [1, 2, 2]}
 
 
+#: Prompts of a step, completions of each and steps. Of four ranks one or two lack rows in each of four minibatches.
+PROMPTS, COMPLETIONS, STEPS = 3, 3, 3
+
+
+@pytest.fixture
+def rl_tables(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """The tables of a config of `fastrl train`: rl_tables(folder, table={...}, ...)."""
+
+    def make(name: str, *, tied: bool = False, **tables: dict[str, Any]) -> dict[str, Any]:
+        generator = random.Random(0)
+        rows = [{"prompt": "".join(generator.choices("0123456789", k=generator.randint(1, 6)))} for _ in range(12)]
+        write_json_lines(tmp_path / "prompts.jsonl", rows)
+        write_json_lines(tmp_path / "held_out.jsonl", rows[:3])
+        model = narrowed(tmp_path, num_hidden_layers=2, tie_word_embeddings=tied, initializer_range=0.2)
+        model.rename(path := tmp_path / f"{'tied' if tied else 'untied'}.json")
+        made: dict[str, dict[str, Any]] = {
+            "model": {"config": str(path), "tokenizer": TOKENIZER},
+            "data": {"path": str(tmp_path / "prompts.jsonl"), "eval_path": str(tmp_path / "held_out.jsonl")},
+            "reward": {"function": f"{digit_rewards.__file__}:even_digits"},
+            "objective": {"name": "grpo"},
+            "rollout": {
+                "engine": f"{seeded_engine.__file__}:make",
+                "prompts_per_step": PROMPTS,
+                "num_generations": COMPLETIONS,
+                "max_new_tokens": 12,
+            },
+            # Adam divides by the gradient, where it is rounding too.
+            "optimizer": {"lr": 1e-3, "eps": 1e-4},
+            "training": {"device": "cpu", "threads": 1, "steps": STEPS, "minibatches": 4, "micro_batch_tokens": 40},
+            "evaluation": {"every": 2},
+            "logging": {"output_dir": str(tmp_path / name), "tensorboard": False, "checkpoint_every": 1},
+        }
+        for table, fields in tables.items():
+            made[table] = made.get(table, {}) | fields
+        return made
+
+    return make
+
+
 @pytest.fixture
 def tables(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """The tables of a command's config: two epochs of five updates, of which the last one of each has one row."""
 
-    def make(command: str, name: str, *, tied: bool = False, **training: Any) -> dict[str, Any]:
+    def make(
+        command: str, name: str, *, tied: bool = False, lora_rank: int | None = None, **training: Any
+    ) -> dict[str, Any]:
         folder = tmp_path / command
         folder.mkdir(exist_ok=True)
         generator = random.Random(0)
@@ -69,7 +112,7 @@ def tables(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         model = narrowed(folder, num_hidden_layers=2, tie_word_embeddings=tied, initializer_range=0.2)
         model.rename(path := folder / f"{'tied' if tied else 'untied'}.json")
         return {
-            "model": {"config": str(path), "tokenizer": TOKENIZER},
+            "model": {"config": str(path), "tokenizer": TOKENIZER, "lora_rank": lora_rank},
             "data": {"path": str(folder / "rows.jsonl"), "eval_path": str(folder / "held_out.jsonl")},
             # Adam divides by the gradient, where it is rounding too.
             "optimizer": {"lr": 1e-3, "eps": 1e-4},

@@ -64,7 +64,7 @@ def test_what_differs_on_one_rank(command):
 
 def test_a_command_that_runs_in_one_process(command):
     (_, config), _ = command
-    assert_refused(started(["train", config], 2), "train runs in one process, and torchrun started 2")
+    assert_refused(started(["sample", config], 2), "sample runs in one process, and torchrun started 2")
     assert_refused(started(["sft", config, "--nproc", "2"], 2), "--nproc: torchrun has started 2 processes already")
 
 
@@ -90,6 +90,8 @@ def end_itself(victim, place, number, rank):
 
     if rank != victim:
         return
+    if number == signal.SIGINT:  # which a job in the background ignores
+        signal.signal(number, signal.default_int_handler)
     if place == "save":
         save_file = checkpoint.save_file
         checkpoint.save_file = lambda *arguments: (reached(3), save_file(*arguments))
@@ -120,11 +122,19 @@ def test_a_rank_that_is_killed(command, tables, victim, place):
     assert resumed["resumed"] == int(saved[-1].name[5:]) and resumed["steps"] == 10
 
 
-def test_a_stop_signal_to_one_rank(command, tables):
+@pytest.mark.parametrize(
+    ("victim", "name", "announced"),
+    [
+        (1, "SIGTERM", ""),
+        (0, "SIGINT", "\nfastrl: SIGINT: finishing the step, then saving; once more to end at once\n"),
+    ],
+)
+def test_a_stop_signal_to_one_rank(command, tables, victim, name, announced):
     argv, folder = command
-    ended = started(argv, 2, partial(end_itself, 1, "forward", signal.SIGTERM))
-    assert ended.statuses == [143, 0]
-    assert ended.errors == "fastrl: SIGTERM: saving after step 4\n"
-    assert "interrupted by SIGTERM, saved in" in ended.output
+    number = signal.Signals[name]
+    ended = started(argv, 2, partial(end_itself, victim, "forward", number))
+    assert ended.statuses == [128 + number, 0]
+    assert ended.errors == f"{announced}fastrl: {name}: saving after step 4\n"
+    assert f"interrupted by {name}, saved in" in ended.output
     assert checkpoints(folder)[-1] == "step-000004" and len(json_lines(folder / "metrics.jsonl")) == 1 + 4
     assert rank_runs.train("sft", tables("sft", "run"), resume=True)["resumed"] == 4

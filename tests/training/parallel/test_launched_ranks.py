@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import rank_runs
 import torch
-from places import ROOT
+from places import EXAMPLES, ROOT
 from run_files import json_lines, write_toml
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+import fastrl.training.parallel.launch as launching
 from fastrl.base.errors import UserError
 from fastrl.training.commands import read_command
 from fastrl.training.common.checksums import damage
@@ -28,10 +32,10 @@ def environment():
     return os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
-def fastrl(*arguments):
+def fastrl(*arguments, timeout=TIMEOUT):
     """A command that has ended."""
     command = [sys.executable, "-m", "fastrl", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment(), check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(), check=False)
 
 
 @pytest.mark.parametrize(("argument", "status"), [("--version", 0), ("nothing", 2)])
@@ -43,8 +47,30 @@ def test_the_status_is_the_commands(argument, status, tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, env=variables, check=False
     )
     assert done.returncode == status, done.stderr
-    assert len((done.stdout + done.stderr).splitlines()) == 2
+    # A process may be ended before it has said the same as the first.
+    assert len(set((done.stdout + done.stderr).splitlines())) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("codes", "status", "said"),
+    [
+        ({0: 1, 1: 7}, 7, "fastrl: rank 1 ended with status 7\n"),
+        ({0: 1, 1: -9}, 137, "fastrl: rank 1 was ended by SIGKILL\n"),
+        ({0: 2, 1: -15}, 2, ""),  # a rank that spoke, and one that torchrun ended
+        ({0: 143}, 143, ""),  # a signal to one rank
+    ],
+)
+def test_a_rank_that_ends_without_a_word_is_named(monkeypatch, capsys, codes, status, said):
+    def fail(*_):
+        raise ChildFailedError("fastrl", {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()})
+
+    monkeypatch.setattr(launching, "elastic_launch", lambda *_: fail)
+    monkeypatch.setattr(ChildFailedError, "format_msg", lambda self: "")
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    with patch.dict(os.environ):
+        assert launching.launch(["train"], 2) == status
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("value", ["0", "two", "-1", "1.5"])
@@ -73,6 +99,23 @@ def test_a_rank_that_has_lost_another_says_so(monkeypatch, text, reason):
 
 def numbers(folder):
     return [line | {"accuracy": 0} for line in json_lines(folder / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+def test_the_demos_config_learns_on_two_ranks(tmp_path):
+    """As on one: what `make demo` runs, with another folder."""
+    done = fastrl(
+        "train",
+        str(EXAMPLES / "reverse_digits" / "config.toml"),
+        "--nproc",
+        "2",
+        "--logging.output_dir",
+        str(tmp_path),
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    last = json_lines(tmp_path / "metrics.jsonl")[-1]
+    assert last["step"] == 120 and last["eval/exact_match"] >= 0.99
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,16 +12,23 @@ import rank_runs
 import torch
 from digit_models import MODEL, TOKENIZER
 from safetensors.torch import load_file, save_file
-from same_runs import assert_same_run, folder, metrics, weights
+from same_runs import assert_same_files, assert_same_run, folder, metrics, weights
 from teachers import save_teacher
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import fastrl.training.stages.loop as loop
 import fastrl.training.stages.sft as sft
-from fastrl.training.common.sections import MachineConfig
-from fastrl.training.parallel.shard import gathered_state, local_bytes, shard
+from fastrl.training.common.policy import load_policy
+from fastrl.training.common.sections import MachineConfig, ModelConfig
+from fastrl.training.engines.weights import PolicyWeights, merged_weights
+from fastrl.training.parallel.shard import gathered_state, local_bytes, shard, whole_on_main
 from fastrl.training.parallel.world import joined
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True},
+}
 
 
 class Unequal(torch.nn.Module):
@@ -58,6 +66,33 @@ def test_all_numbers_are_rank_0s(ranks):
     assert sum(held) == 5 * 3 + 5 + 2 * 3
 
 
+def sent_weights(settings):
+    """What an engine is given of a policy: names and tensors, on rank 0 alone."""
+    with joined(MachineConfig(device="cpu"), "all") as world:
+        torch.manual_seed(world.rank)  # the model's numbers are rank 0's
+        policy = load_policy(ModelConfig.model_validate(settings), world.device, world=world)
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.fill_(0.5)  # a new one is 0
+        whole = whole_on_main(merged_weights(policy), world) if world.size > 1 else None
+        return dict(PolicyWeights(policy, torch.bfloat16, whole)) if world.main else None
+
+
+@pytest.mark.parametrize(
+    ("values", "lora_rank"),
+    [({"tie_word_embeddings": True}, None), (QWEN3_MOE, None), ({}, 4)],
+    ids=["tied", "mixture", "adapters"],
+)
+def test_an_engine_is_given_the_weights_of_one_process(processes, tmp_path, values, lora_rank):
+    """Under the names, and in the form, of a checkpoint, with adapters merged."""
+    (tmp_path / "model.json").write_text(json.dumps(MODEL | values))
+    settings = {"config": str(tmp_path / "model.json"), "tokenizer": TOKENIZER, "lora_rank": lora_rank}
+    expected, (found, other) = sent_weights(settings), processes(2).run(sent_weights, settings)
+    assert other is None and found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
 def train_and_count(command, tables):
     """The number of a run's updates, and of the attentions that it computed once more in a backward."""
     again, forward = [], Qwen3Attention.forward
@@ -82,6 +117,21 @@ def test_a_teacher_and_checkpointed_layers(run_on, tables, tmp_path):
     assert run_on(2, train_and_count, "sft", several) == (5, 2 * 5)
     assert {"divergence", "cross_entropy", "eval/divergence"} <= metrics(several)[-1].keys()
     assert_same_run(several, one, steps=5)
+
+
+@pytest.mark.parametrize("command", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_adapters(run_on, tables, command):
+    """They are trained, and saved beside the model into which they are merged."""
+    one, several = (tables(command, name, lora_rank=4, epochs=1) for name in ("one", "several"))
+    for each in (one, several):
+        each["model"]["gradient_checkpointing"] = True
+    rank_runs.train(command, one)
+    assert run_on(2, rank_runs.train, command, several)["steps"] == 5
+    assert_same_run(several, one, steps=5)
+    assert_same_files(several, one)
+    mine, theirs = (load_file(folder(x) / "model" / "adapters" / "adapter_model.safetensors") for x in (several, one))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.allclose(mine[name], tensor, rtol=0, atol=1e-5) for name, tensor in theirs.items())
 
 
 def train_and_note_dtypes(command, tables):

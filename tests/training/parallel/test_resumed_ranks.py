@@ -14,9 +14,10 @@ from same_runs import assert_same_files, assert_same_run
     [
         ("dpo", {"packing": True}),
         pytest.param("sft", {"tied": True}, marks=pytest.mark.slow),
+        pytest.param("dpo", {"lora_rank": 4}, marks=pytest.mark.slow),
         pytest.param("reward-model", {}, marks=pytest.mark.slow),
     ],
-    ids=["dpo", "sft", "reward-model"],
+    ids=["dpo", "sft", "adapters", "reward-model"],
 )
 def test_two_then_four_then_one(run_on, tables, command, options):
     """A signal to the last rank ends the first two: in the middle of the first epoch, and of the second."""

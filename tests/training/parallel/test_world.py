@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -63,10 +64,50 @@ def test_all_ranks_hear_the_same(ranks):
     ]
 
 
+def shared(count):
+    """What ranks compute of so many items together; which of them a rank is given, and how it waits for a late one."""
+    with joined(MachineConfig(device="cpu"), 1) as world:
+        given, numbers = [], dict[str, float]()
+
+        def squares(items, first):
+            given.append((first, [*items]))
+            return [item * item for item in items]
+
+        found = world.share(range(10, 10 + count), squares)
+
+        def fail_on_the_last():
+            if world.rank == world.size - 1:
+                raise UserError("mine")
+            return world.rank
+
+        with pytest.raises(UserError, match="mine"):
+            world.together(fail_on_the_last)
+        with world.working("phase", numbers):
+            if world.rank == 0:
+                time.sleep(0.5)
+            world.gathered(None)
+        return found, given, world.together(lambda: world.rank), numbers["phase"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 11])
+def test_every_rank_computes_a_share(ranks, count):
+    results = ranks.run(shared, count)
+    found, given, numbers, seconds = zip(*results, strict=True)
+    assert [*found] == [[item * item for item in range(10, 10 + count)]] * ranks.size
+    assert [item for calls in given for _, items in calls for item in items] == [*range(10, 10 + count)]
+    assert all(first == items[0] - 10 for calls in given for first, items in calls)  # and nobody is given nothing
+    sizes = [len(items) for calls in given for _, items in calls]
+    assert max(sizes, default=0) - min(sizes, default=0) <= 1
+    assert [*numbers] == [[*range(ranks.size)]] * ranks.size
+    # Rank 0 works while the others wait, which counts as neither's work.
+    assert min(seconds) >= 0 and all(each < 0.5 <= seconds[0] for each in seconds[1:])
+
+
 def test_one_process_hears_itself():
     with joined(MachineConfig(device="cpu"), "all") as world:
         assert (world.rank, world.size, world.main) == (0, 1, True)
-        assert world.first(lambda: 3) == 3 and world.gathered(4) == [4]
+        assert world.first(lambda: 3) == 3 and world.gathered(4) == world.together(lambda: 4) == [4]
+        assert world.share([5, 6], lambda items, first: [item + first for item in items]) == [5, 6]
         assert world.total(torch.ones(1)).tolist() == [1.0] and world.deal([[5]]) == [([5], 1)]
 
 

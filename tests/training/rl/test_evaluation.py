@@ -16,6 +16,7 @@ from fastrl.cli import main
 from fastrl.training.common.data import Example
 from fastrl.training.common.reward import RewardFunction
 from fastrl.training.common.scoring import Rewards
+from fastrl.training.parallel.world import ALONE
 from fastrl.training.rl.config import EvaluationConfig
 from fastrl.training.rl.evaluation import evaluate, majority_at_k, pass_at_k
 from fastrl.training.rl.train import train
@@ -74,7 +75,7 @@ def run(monkeypatch):
         calls.append((len(examples), greedy))
         return GREEDY if greedy else list(itertools.chain(*SAMPLES))
 
-    monkeypatch.setattr(module, "completion_texts", lambda policy, texts: texts)
+    monkeypatch.setattr(module, "completion_texts", lambda policy, texts, world: texts)
     metrics = {f.__name__: RewardFunction(f, f.__name__, "") for f in (right, shy)}
     evaluation = EvaluationConfig(metrics=["right", "shy"], samples=4, k=(1, 2, 4))
     return SimpleNamespace(
@@ -82,6 +83,7 @@ def run(monkeypatch):
             rollout=None, evaluation=evaluation, training=SimpleNamespace(seed=0), distillation=None
         ),
         policy=SimpleNamespace(device=torch.device("cpu")),
+        world=ALONE,
         rollouts=SimpleNamespace(evaluate=completions),
         held_out=[Example("?", {"answer": answer}, [1]) for answer in "456"],
         rewards=Rewards([(metrics["right"], 10.0), (metrics["shy"], 1.0)]),

@@ -1,19 +1,30 @@
 """The recipes for real models: configs that hold, budgets that are enough at the models' sizes, and a step of each.
 
 The step is the recipe's own (objective, masks, routing, adapters, rewards), on a tiny model of the same architecture
-and two rows of the same columns, with transformers in place of vLLM.
+and two rows of the same columns, with transformers in place of vLLM. That for several GPUs takes it on two ranks, with
+a server that plays vLLM.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import string
+import subprocess
+import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import doc_checks
 import pytest
+import rank_runs
 import torch
-from places import EXAMPLES
-from run_files import records
+from doc_pages import page_of
+from fake_vllm import FakeVLLM
+from places import EXAMPLES, ROOT
+from ranks import Ranks
+from run_files import records, write_toml
 from tiny_models import tiny_model
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
@@ -62,6 +73,7 @@ class Case:
 CASES = {
     "gsm8k_qwen3_0.6b": Case("qwen3", 151936, 1024, GSM8K, {"tie_word_embeddings": True}),
     "lora_8b": Case("qwen3", 151936, 4096, GSM8K, {"tie_word_embeddings": False}),
+    "qwen3_4b_8_gpus": Case("qwen3", 151936, 2560, GSM8K, {"tie_word_embeddings": True}),
     "long_cot_32k": Case("qwen2", 151936, 1536, DAPO, {"tie_word_embeddings": False}),
     "deepseek_v3_2": Case("olmoe", 50304, 2048, GSM8K, MIXTURE),
 }
@@ -159,10 +171,10 @@ def losses(monkeypatch):
 
 
 @pytest.fixture
-def take_step(make_tiny, write_rows, tmp_path):
-    """Run a recipe for a step, made small. Returns its config and metrics."""
+def made_small(make_tiny, write_rows, tmp_path):
+    """made_small(name, table={...}): a recipe's config for a step with a tiny model, drawn by transformers."""
 
-    def take(name):
+    def make(name, **tables):
         case, whole = CASES[name], load(name)
         rows = str(write_rows(case.rows))
         reward = tmp_path / "mine.py"  # something that differs between a random model's completions
@@ -170,31 +182,35 @@ def take_step(make_tiny, write_rows, tmp_path):
             "def spread(prompts, completions, **columns):\n"
             '    return [sum(map(ord, c[-1]["content"])) % 7 / 7 for c in completions]\n'
         )
-        config = load(
-            name,
-            model={"path": make_tiny(case.kind, **case.values), "attention": None},
-            data={"path": rows, "subset": None, "split": None, "eval_split": None, "eval_path": rows},
-            reward={
+        small = {
+            "model": {"path": make_tiny(case.kind, **case.values), "attention": None},
+            "data": {"path": rows, "subset": None, "split": None, "eval_split": None, "eval_path": rows},
+            "reward": {
                 "function": [*whole.reward.functions, f"{reward}:spread"],
                 "workers": 1,
                 "overlong_cache": whole.reward.overlong_cache and 4,
             },
-            rollout={
+            "rollout": {
                 "engine": "transformers",
                 "url": None,
                 "prompts_per_step": 2,
                 "num_generations": 4,
                 "max_new_tokens": 96,
             },
-            optimizer={"warmup_updates": 0},
-            training={"steps": 1, "device": "cpu", "threads": 1},
-            logging={"output_dir": str(tmp_path / "run"), "tensorboard": False},
-        )
-        module.train(config)
-        (numbers,) = records(config)
-        return config, numbers
+            "optimizer": {"warmup_updates": 0},
+            "training": {"steps": 1, "device": "cpu", "threads": 1},
+            "logging": {"output_dir": str(tmp_path / "run"), "tensorboard": False},
+        }
+        return load(name, **small | {table: small.get(table, {}) | fields for table, fields in tables.items()})
 
-    return take
+    return make
+
+
+def check(numbers):
+    """What every recipe's step measures."""
+    assert numbers["grad_norm"] > 0 and numbers["skipped_updates"] == 0
+    assert 0 <= numbers["reward/math"] < 1 and numbers["reward/spread"] > 0  # which workers computed
+    assert numbers["mismatch/abs_log_ratio"] < 0.05  # the products' type is bfloat16
 
 
 FAST = "deepseek_v3_2"  # which has the most parts
@@ -203,12 +219,11 @@ FAST = "deepseek_v3_2"  # which has the most parts
 @pytest.mark.parametrize(
     "name", [name if name == FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-def test_a_recipe_takes_a_step(take_step, losses, name):
-    config, numbers = take_step(name)
-    case = CASES[name]
-    assert numbers["grad_norm"] > 0 and numbers["skipped_updates"] == 0
-    assert 0 <= numbers["reward/math"] < 1 and numbers["reward/spread"] > 0  # which workers computed
-    assert numbers["mismatch/abs_log_ratio"] < 0.05  # the products' type is bfloat16
+def test_a_recipe_takes_a_step(made_small, losses, name):
+    case, config = CASES[name], made_small(name)
+    module.train(config)
+    (numbers,) = records(config)
+    check(numbers)
     assert losses and all(call["memory_budget"] == config.training.memory_budget for call in losses)
     assert {call["weight"].requires_grad for call in losses} == {config.model.lora_rank is None}
     mixture = case.kind == "olmoe"
@@ -217,3 +232,90 @@ def test_a_recipe_takes_a_step(take_step, losses, name):
         assert (call["rollout_logprobs"] is not None) == (name in ("long_cot_32k", "deepseek_v3_2"))
     (objective,) = {id(call["objective"]): call["objective"] for call in losses}.values()
     assert (objective.off_policy_delta is not None) == (objective.kl is not None) == mixture
+
+
+SEVERAL = "qwen3_4b_8_gpus"
+#: What the commands on its page add to the config, but for the server's address.
+WAYS = {
+    "a server on a ninth GPU": {},
+    "a server on the same GPUs": {"rollout": {"sleep": True}},
+    "two machines": {"training": {"shard": 1}},  # a copy in each of two, which here are ranks
+}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    processes = Ranks(2)
+    yield processes
+    processes.stop()
+
+
+@pytest.fixture
+def serve(make_tiny):
+    """Start a server with another tiny model."""
+    started = []
+
+    def start(config):
+        options = {"max_model_len": 512, "enable_sleep_mode": config.rollout.sleep}
+        path = str(config.model.path)
+        started.append(FakeVLLM(f"{path}/config.json", path, options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def served(made_small, serve):
+    """served(table={...}): the recipe's config made small, and the server that it names."""
+
+    def make(**tables):
+        rollout = {"engine": "vllm", "prompts_per_step": 2, "num_generations": 4, "max_new_tokens": 32, "timeout": 20.0}
+        rollout |= {"url": "http://127.0.0.1:1"} | tables.get("rollout", {})
+        config = made_small(SEVERAL, **tables | {"rollout": rollout})
+        server = serve(config)
+        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"url": server.url})}), server
+
+    return make
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recipe_for_several_gpus_takes_a_step_on_two_ranks(pair, served, way):
+    config, server = served(**WAYS[way])
+    summary, other = pair.run(rank_runs.train, "train", config)
+    assert summary == other and summary["steps"] == 1
+    (numbers,) = records(config)
+    check(numbers)
+    assert numbers["mean_time/update"] > 0  # of both ranks
+    routes, sleeps = server.routes(), config.rollout.sleep  # its weights are discarded then, and each time sent anew
+    assert routes.count("/update_weights") == (3 if sleeps else 2)  # before and after the update, by rank 0 alone
+    assert routes.count("/sleep") == (3 if sleeps else 0)
+    assert len({body["request_id"] for body in server.asked()}) == len(server.asked()) >= 3 * len(GSM8K)
+
+
+@pytest.mark.slow
+def test_the_pages_command_for_two_machines_takes_a_step_with_two_launchers(served, tmp_path):
+    """Of this machine, with one rank each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config, server = served(rollout={"sleep": True})
+    path = write_toml(tmp_path / "config.toml", config.model_dump(mode="json", exclude_none=True))
+    blocks = page_of(f"docs/recipes/{SEVERAL}.md").of("sh")
+    (words,) = [x for block in blocks for x in doc_checks.commands(block) if x[0].endswith("torchrun")]
+    instead = {"--nproc-per-node": "1", "--rdzv-endpoint": f"127.0.0.1:{port}", "--training.shard": "1"}
+    instead |= {"--rollout.url": server.url, "train": path}
+    values = [instead.get(before, word) for before, word in pairwise(words)]
+    assert set(instead.values()) <= set(values)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *values]
+    launchers = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    try:
+        assert [launcher.wait(120) for launcher in launchers] == [0, 0]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    (numbers,) = records(config)
+    check(numbers)
+    assert numbers["mean_time/update"] > 0
