@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.report_curves import COLOURS, Panel, Series, draw_png, draw_svg, is_phase, unit_of
+from fastrl.training.common.report_curves import COLOURS, MEAN, Panel, Series, draw_png, draw_svg, is_phase, unit_of
 from fastrl.training.common.report_html import Run, direction, page
 
 # What `curves.png` shows, if present: panel title -> the metrics drawn in it.
@@ -151,7 +151,7 @@ def plot_curves(records: Iterable[dict[str, Any]], picture: Path) -> None:
     panels = [Panel(title, {n: metrics[n] for n in names if n in metrics}) for title, names in PANELS.items()]
     panels = [panel for panel in panels if panel.lines]
     shown = {name for panel in panels for name in panel.lines}
-    others = [name for name in metrics if name not in shown and not name.startswith(BACKGROUND)]
+    others = [name for name in metrics if name not in shown and not name.removeprefix(MEAN).startswith(BACKGROUND)]
     panels += [Panel(name, {name: metrics[name]}) for name in others[: len(PANELS) - len(panels)]]
     draw_png(panels, picture)
 
@@ -205,12 +205,14 @@ def _number(value: Any) -> float:
 def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], dict[str, float]]:
     """The panels to draw by section, and the metrics that are not drawn because they stood at their usual value.
 
-    The lines of a panel are the metrics of one run, or one metric of every run, in the runs' order.
+    The lines of a panel are the metrics of one run, or one metric of every run, in the runs' order. A mean over the
+    ranks is drawn in the panel of its metric, if that is the only one there; those of the phases are in a table.
     """
     lines = {name: [run.series.get(name, Series()) for run in runs] for run in runs for name in run.series}
-    pending = {name: usual_value(name, of_runs) for name, of_runs in lines.items()}
+    beside = {MEAN + name for name in lines} & lines.keys()
+    pending = {name: usual_value(name, of_runs) for name, of_runs in lines.items() if name not in beside}
     drawn: dict[str, list[Panel]] = {}
-    for title, groups in sections(lines).items():
+    for title, groups in sections(pending).items():
         for group in groups if len(runs) == 1 else [(name,) for names in groups for name in names]:
             if all(pending[name] is not None for name in group):
                 continue
@@ -218,9 +220,11 @@ def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], dict[str, float
                 parts = {name: lines[name][0] for name in group}
             else:
                 parts = {run.name: line for run, line in zip(runs, lines[group[0]], strict=True)}
+            of_ranks = lines.get(MEAN + group[0], []) if len(group) == 1 else []
+            means = {label: line for label, line in zip(parts, of_ranks, strict=False) if len(line.finite()[0])}
             units = {unit_of(name) for name in group}
             unit = units.pop() if len(units) == 1 else ""
-            drawn.setdefault(title, []).append(Panel(", ".join(group), parts, unit, key=len(group) > 1))
+            drawn.setdefault(title, []).append(Panel(", ".join(group), parts, unit, len(group) > 1, means))
             pending |= dict.fromkeys(group)
     return drawn, {name: value for name, value in pending.items() if value is not None}
 

@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 POINTS = 1000  # drawn per curve, at most
+# Before the name of a metric that is the largest of several ranks, such as "time/update": the mean over the ranks.
+MEAN = "mean_"
 POINTED_AT = 250  # whose values a page shows under the pointer, at most
 SMOOTHED_FROM = 200  # points; shorter curves are drawn as they are
 # The units of metrics that are not bare numbers; of times they are seconds.
@@ -28,7 +30,8 @@ UNITS = {
     ),
     "nats": ("rollout_log_weight_mean", "rollout_abs_log_weight_max"),
     "share": (
-        *("without_reward", "without_variance", "kept", "truncated", "accuracy", "time/loss_share"),
+        *("without_reward", "without_variance", "kept", "truncated", "accuracy"),
+        *("time/loss_share", "time/imbalance"),
         *("clip_frac", "clip_frac_low", "clip_frac_high"),
         *("rollout_ess", "rollout_frac_low", "rollout_frac_high", "rollout_frac_rejected"),
     ),
@@ -65,6 +68,11 @@ class Series:
         kept = np.isfinite(values)
         return steps[kept], values[kept]
 
+    def at(self, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """The values at these steps. Where it has none the given ones: of one process, the mean is the largest."""
+        known = dict(zip(*self.finite(), strict=True))
+        return np.array([known.get(step, value) for step, value in zip(steps, values, strict=True)])
+
     def not_finite(self) -> np.ndarray:
         """The steps whose value was not finite."""
         return np.asarray(self.steps)[~np.isfinite(np.asarray(self.values))]
@@ -72,12 +80,16 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A small chart: its title, and the lines drawn in it by name. With `key` the names stand in place of the title."""
+    """A small chart: its title, and the lines drawn in it by name. With `key` the names stand in place of the title.
+
+    `means` holds the means over the ranks of lines, by their names: the lines themselves are of the rank that has most.
+    """
 
     title: str
     lines: dict[str, Series]
     unit: str = ""
     key: bool = False
+    means: dict[str, Series] = field(default_factory=dict)
 
 
 def decimate(x: np.ndarray, y: np.ndarray, points: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +117,8 @@ def draw_svg(panel: Panel) -> str:
     """The panel as an `<svg>` element for an HTML page: real text, colours from the page's style, and no style in it.
 
     Its attribute `data-plot` holds what a script needs to show values, as JSON: `box`, the axes' left, right, top and
-    bottom in units of the viewBox; `x` and `y`, the limits there; and `lines`, each [name, steps, values].
+    bottom in units of the viewBox; `x`, the limits there; `lines`, each [name, steps, values]; and `means`, the
+    means at these steps by the name of the line.
     """
     figure = Figure(figsize=(4.4, 2.7), layout="constrained")
     buffer = io.StringIO()
@@ -118,17 +131,18 @@ def draw_svg(panel: Panel) -> str:
     width, height = (72 * size for size in figure.get_size_inches())
     place = axes.get_position()
     box = (place.x0 * width, place.x1 * width, (1 - place.y1) * height, (1 - place.y0) * height)
+    points = {name: decimate(*line.finite(), POINTED_AT) for name, line in panel.lines.items()}
     plot = {
         "box": [round(edge, 2) for edge in box],
         "x": axes.get_xlim(),
-        "lines": [[name, *_points(line)] for name, line in panel.lines.items()],
+        "lines": [[name, steps.tolist(), _digits(values)] for name, (steps, values) in points.items()],
+        "means": {name: _digits(line.at(*points[name])) for name, line in panel.means.items()},
     }
     return _inline(buffer.getvalue(), panel.title, json.dumps(plot, separators=(",", ":")))
 
 
-def _points(line: Series) -> tuple[list[int], list[float]]:
-    steps, values = decimate(*line.finite(), POINTED_AT)
-    return steps.tolist(), [float(f"{value:.5g}") for value in values]
+def _digits(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
 
 
 def draw_png(panels: list[Panel], picture: Path) -> None:
@@ -161,6 +175,10 @@ def _draw(axes: Axes, panel: Panel) -> None:
             # A smooth curve needs few points.
             x, y = decimate(x, smooth(y), POINTS // 4)
         axes.plot(x, y, label=name, marker=marker, **style)
+        if name in panel.means:
+            x, y = panel.means[name].finite()
+            x, y = decimate(x, smooth(y) if len(x) > SMOOTHED_FROM else y, POINTS // 4)
+            axes.plot(x, y, marker=marker, **style, linestyle="--")
         for step in decimate(bad := line.not_finite(), bad, 200)[0]:
             axes.axvline(step, ymax=0.06, color=BAD, linewidth=1.5)
     axes.set_xlabel("step")
@@ -172,7 +190,8 @@ def _style(axes: Axes, panel: Panel) -> None:
         legend: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 3, "borderaxespad": 0.2}
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, handlelength=1.0, columnspacing=0.8, **legend)
     else:
-        axes.set_title(panel.title, loc="left", fontsize=9.5, color=INK)
+        title = f"{panel.title} (dashed: mean of the ranks)" if panel.means else panel.title
+        axes.set_title(title, loc="left", fontsize=9.5, color=INK)
     axes.set_ylabel(panel.unit)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(fontsize=8.5, color=SOFT)
@@ -188,7 +207,7 @@ def _style(axes: Axes, panel: Panel) -> None:
 
 def is_phase(name: str) -> bool:
     """Whether a metric is the seconds of a phase; "time/loss_share", for example, is a ratio of two."""
-    return name.startswith("time/") and not name.endswith("_share")
+    return name.startswith("time/") and name not in UNITS["share"]
 
 
 def unit_of(name: str) -> str:

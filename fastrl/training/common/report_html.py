@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from fastrl.training.common.report_curves import COLOURS, Series, is_phase
+from fastrl.training.common.report_curves import COLOURS, MEAN, Series, is_phase
 from fastrl.training.common.report_page import dot, duration, fill, number, table
 from fastrl.training.common.report_samples import samples_of
 
 # Metrics with a better direction: the last parts of their names; others under "eval/" count as HIGHER.
 HIGHER = ("reward", "accuracy", "margin", "exact_match")
 LOWER = ("loss", "perplexity", "divergence", "cross_entropy")
+STEP = "time/step"
 # Seconds that are part of another phase of a step, or beside the steps: the losses' are the update's, the engine
 # and tools work in those of time/generate, or with rollout.ahead during all phases.
 NESTED = ("time/loss", "time/engine", "time/tools", "time/evaluation")
-STEP = "time/step"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def _best(runs: Sequence[Run]) -> str:
 def direction(name: str) -> int:
     """1 for a metric that is better when higher, -1 when lower, 0 for one that has no better direction."""
     last = name.split("/")[-1]
-    if name.startswith("time/") or last in ("chosen_reward", "rejected_reward"):  # their difference counts
+    seconds = name.removeprefix(MEAN).startswith("time/")
+    if seconds or last in ("chosen_reward", "rejected_reward"):  # the difference of the two rewards counts
         return 0
     if last in LOWER or last.endswith("_loss"):
         return -1
@@ -159,13 +160,26 @@ def _timings(series: dict[str, Series]) -> str:
     if not times:
         return ""
     step = float(times[STEP].sum()) if STEP in times else 0.0
-    rows = [
-        (escape(name), f"{len(v):,}", number(v.mean()), f"{v.sum():,.1f}", f"{v.sum() / step:.1%}" if step else "–")
-        for name, v in times.items()
-    ]
     inside = {name: float(v.sum()) for name, v in times.items() if name not in (STEP, *NESTED)}
-    head = ("phase", "records", "mean [s]", "total [s]", "share of step")
-    return f"{_bar(inside, max(step, sum(inside.values())))}{table(head, rows)}"
+    bar = _bar(inside, max(step, sum(inside.values())))
+
+    def share(seconds: float | None) -> str:
+        return f"{seconds / step:.1%}" if step and seconds is not None else "–"
+
+    rows = {name: [f"{len(v):,}", number(v.mean()), f"{v.sum():,.1f}", share(v.sum())] for name, v in times.items()}
+    head = ["phase", "records", "mean [s]", "total [s]", "share of step"]
+    means = {name: series[MEAN + name].at(*series[name].finite()) for name in times if MEAN + name in series}
+    if means:
+        waiting = {name: inside[name] - float(mean.sum()) for name, mean in means.items() if name in inside}
+        waiting[STEP] = sum(waiting.values())
+        for name, row in rows.items():
+            row.insert(2, number(means[name].mean()) if name in means else "–")
+            row.append(share(waiting.get(name)))
+        head = ["phase", "records", "slowest rank [s]", "mean of ranks [s]", "total [s]", "share of step", "waiting"]
+        about = "Seconds, total and share are those of the slowest rank in each phase."
+        about += " Waiting is the share of the step in which an average rank waits for it."
+        bar += f'<p class="soft">{about}</p>\n'
+    return f"{bar}{table(head, [(escape(name), *row) for name, row in rows.items()])}"
 
 
 def _bar(parts: dict[str, float], whole: float) -> str:

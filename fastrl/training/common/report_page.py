@@ -110,8 +110,8 @@ _SCRIPT = """\
 const nearest = (steps, step) =>
   steps.reduce((best, at, i) => (Math.abs(at - step) < Math.abs(steps[best] - step) ? i : best), 0);
 for (const svg of document.querySelectorAll("svg[data-plot]")) {
-  const { box: [left, right, top, bottom], x: [first, last], lines } = JSON.parse(svg.dataset.plot);
-  const drawn = lines.map((line, i) => [...line, `var(--c${i})`]).filter(([, steps]) => steps.length);
+  const { box: [left, right, top, bottom], x: [first, last], lines, means } = JSON.parse(svg.dataset.plot);
+  const drawn = lines.map((line, i) => [...line, `var(--c${i % 7})`]).filter(([, steps]) => steps.length);
   const note = svg.parentNode.appendChild(document.createElement("figcaption"));
   const pointer = svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path"));
   pointer.setAttribute("class", "pointer");
@@ -122,7 +122,8 @@ for (const svg of document.querySelectorAll("svg[data-plot]")) {
     const wanted = first + (place - left) / (right - left) * (last - first);
     const found = drawn.map(([name, steps, values, colour]) => {
       const i = nearest(steps, wanted);
-      return { name, colour, step: steps[i], value: values[i] };
+      const value = Object.hasOwn(means, name) ? `${values[i]}, mean ${means[name][i]}` : values[i];
+      return { name, colour, step: steps[i], value };
     });
     const steps = found.map(({ step }) => step), step = steps[nearest(steps, wanted)];
     const x = left + (step - first) / (last - first) * (right - left);

@@ -44,6 +44,7 @@ class Reader(HTMLParser):
         super().__init__()
         self.tags: set[str] = set()
         self.attributes: list[tuple[str, str | None]] = []
+        self.elements: list[list[tuple[str, str | None]]] = []
         self.open: list[str] = []
         self.words: list[str] = []
         self.feed(text)
@@ -54,6 +55,7 @@ class Reader(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
         self.attributes += attrs
+        self.elements.append(attrs)
         if tag not in VOID:
             self.open.append(tag)
 
@@ -255,6 +257,7 @@ def test_steps_are_whole_numbers_with_names_and_units_and_values_for_the_pointer
 def test_a_policys_surrogate_has_no_best(text):
     assert "<td>loss</td>" not in text and "<td>value_loss</td>" in text
     directions = {"eval/pass@4": 1, "time/reward": 0, "time/loss": 0, "length": 0, "loss": -1}
+    directions |= {"mean_time/reward": 0, "mean_time/loss": 0, "time/imbalance": 0}
     assert {name: direction(name) for name in directions} == directions
 
 
@@ -268,6 +271,68 @@ def test_phases_are_shares_of_the_steps(report_of):
     assert [text.count(f"</svg>{name} ") for name in ("time/update", *NESTED)] == [1] + [0] * len(NESTED)
     assert "</svg>rest 20.0%" in text
     assert "time/loss_share" in Reader(text).words and "<td>time/loss_share" not in text  # a curve, and no phase
+
+
+#: Steps of several ranks: of the 8 seconds, the update takes 6 of the slowest rank and 4 of an average one.
+RANKS = {"time/reward": 1.0, "time/update": 6.0, "time/loss": 3.0, "time/step": 8.0, "memory/peak_gib": 20.0}
+RANKS |= {"mean_time/reward": 0.5, "mean_time/update": 4.0, "mean_time/loss": 1.5, "mean_memory/peak_gib": 15.0}
+RANKS |= {"time/imbalance": 2.5 / 8, "time/evaluation": 2.0, "mean_time/evaluation": 1.0}
+ONE_RANK = {name: value for name, value in RANKS.items() if not name.startswith("mean_") and name != "time/imbalance"}
+
+
+def plots(text):
+    """What the pointer shows of each panel, by its title."""
+    found = [dict(attributes) for attributes in Reader(text).elements if ("role", "img") in attributes]
+    return {svg["aria-label"].removesuffix(", by step"): json.loads(svg["data-plot"]) for svg in found}
+
+
+def test_the_slowest_rank_stands_beside_the_mean_of_all(report_of):
+    text = report_of({"step": 1, **RANKS}, {"step": 2, **RANKS})
+    assert "<th>slowest rank [s]</th><th>mean of ranks [s]</th>" in text and "<th>waiting</th>" in text
+    for row in (
+        "time/reward 2 1 0.5 2.0 12.5% 6.2%",
+        "time/update 2 6 4 12.0 75.0% 25.0%",
+        "time/loss 2 3 1.5 6.0 37.5% –",  # a part of the update
+        "time/evaluation 2 2 1 4.0 25.0% –",  # beside the steps
+        "time/step 2 8 – 16.0 100.0% 31.2%",
+    ):
+        assert f"<tr>{''.join(f'<td>{cell}</td>' for cell in row.split())}</tr>" in text
+    phases = "time/reward, time/update, time/loss, time/step, time/evaluation"
+    drawn = plots(text)
+    assert list(drawn) == ["memory/peak_gib", phases, "time/imbalance"]
+    assert [plot["means"] for plot in drawn.values()] == [{"memory/peak_gib": [15, 15]}, {}, {}]
+    assert "memory/peak_gib (dashed: mean of the ranks)" in Reader(text).words
+    assert text.count("stroke-dasharray") == 1
+    assert "mean_" not in text  # in no table, panel or list of what is not drawn
+
+
+def test_one_process_has_no_mean_of_ranks(report_of):
+    text = report_of({"step": 1, **ONE_RANK})
+    assert "<td>time/update</td><td>1</td><td>6</td><td>6.0</td><td>75.0%</td></tr>" in text
+    assert not [word for word in ("rank", "waiting", "dashed", "stroke-dasharray", "time/imbalance") if word in text]
+    assert {str(plot["means"]) for plot in plots(text).values()} == {"{}"}
+
+
+def test_a_run_resumed_with_more_processes_waits_only_then(report_of):
+    text = report_of({"step": 1, **ONE_RANK}, {"step": 2, **RANKS})
+    assert "<td>time/update</td><td>2</td><td>6</td><td>5</td><td>12.0</td><td>75.0%</td><td>12.5%</td>" in text
+    assert plots(text)["memory/peak_gib"]["means"] == {"memory/peak_gib": [20, 15]}
+
+
+def test_the_mean_of_ranks_is_dashed_beside_each_run(tmp_path):
+    for name, record in (("one", ONE_RANK), ("several", RANKS)):
+        (tmp_path / name).mkdir()
+        write_json_lines(tmp_path / name / "metrics.jsonl", [{"step": step, **record} for step in (1, 2)])
+    text = report.write_report(tmp_path / "one", tmp_path / "several", output=tmp_path / "both.html").read_text()
+    drawn = plots(text)
+    assert set(drawn) == ONE_RANK.keys() | {"time/imbalance"}
+    assert drawn["time/update"]["lines"] == [["one", [1, 2], [6, 6]], ["several", [1, 2], [6, 6]]]
+    assert {name: plot["means"] for name, plot in drawn.items()} == {
+        name: {"several": [RANKS[f"mean_{name}"]] * 2} if f"mean_{name}" in RANKS else {} for name in drawn
+    }
+    assert (
+        text.count("<th>records</th><th>mean [s]</th>") == text.count("<th>records</th><th>slowest rank [s]</th>") == 1
+    )
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 1, "rew', '\n \r\n{"step": 1}\n'])
@@ -398,6 +463,7 @@ def test_a_long_run_gives_a_small_file(report_of, tmp_path):
         (("reward", "entropy", "clip_frac", "length", "loss"), list(report.PANELS)),
         (("loss", "lr", "time/step", "length", "accuracy"), ["completion length [tokens]", "loss", "accuracy"]),
         (("a", "b", "c", "d", "e"), ["a", "b", "c", "d"]),
+        (("time/update", "time/imbalance", "mean_time/update", "mean_memory/peak_gib", "a"), ["a"]),
     ],
 )
 def test_curves_show_what_there_is(names, titles, tmp_path, monkeypatch):
