@@ -99,7 +99,7 @@ correct() {
   # All others but those that no GPU changes (ahead-of-time compilation, C++, packaging, this program) and the trainer's.
   part tests 240 "${threads[@]}" python3 -m pytest -q "${workers[@]}" --continue-on-collection-errors --durations=10 \
     -m "not slow" -k "not cpp" tests --ignore-glob '*_aot.py' --ignore-glob '*/test_cpp*' --ignore tests/training \
-    --ignore tests/integrations --ignore tests/test_package.py --ignore tests/training/common/test_report.py \
+    --ignore tests/integrations --ignore tests/test_package.py --ignore tests/report/test_report.py \
     --ignore tests/bench/test_plot_gates.py --ignore-glob '*/test_bench*.py' --ignore tests/test_examples.py \
     --ignore tests/models --ignore tests/distributed
   if command -v compute-sanitizer >/dev/null; then

@@ -34,13 +34,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from fastrl import GRPO, linear_policy_loss
 from fastrl.base.system import field
 from fastrl.bench.machine import describe
-from fastrl.training.common.expected_memory import activation_bytes
-from fastrl.training.common.memory_needs import LossCall, chosen_plans
-from fastrl.training.common.micro_batch import MicroBatches, Shape
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout, hidden_states
-from fastrl.training.common.sections import ModelConfig
-from fastrl.training.stages.config import TokenTrainingConfig
+from fastrl.training.batches.loss_calls import LossCall, chosen_plans
+from fastrl.training.batches.memory import activation_bytes
+from fastrl.training.batches.micro_batches import MicroBatches, Shape
+from fastrl.training.batches.rollout import Rollout, hidden_states
+from fastrl.training.config.sections import ModelConfig
+from fastrl.training.config.stages import TokenTrainingConfig
+from fastrl.training.models.policy import Policy
 
 #: Tokens of a prompt, and of the shortest response.
 PROMPT, SHORTEST = 20, 10

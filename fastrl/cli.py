@@ -19,7 +19,7 @@ from fastrl.base.dependencies import TRAIN
 from fastrl.base.errors import UserError, out_of_memory
 from fastrl.base.spelling import nearest
 from fastrl.base.system import started_processes
-from fastrl.training.common.interruption import ending_at_once
+from fastrl.training.run.interruption import ending_at_once
 
 USAGE = """usage: fastrl COMMAND ...
 
@@ -144,8 +144,8 @@ COMMANDS: dict[str, str] = {
 }
 #: Command -> its module with main(argv), for those without a config.
 MODULES = {
-    "init": "training.init",
-    "report": "training.common.report",
+    "init": "init.command",
+    "report": "report.report",
     "bench": "bench",
     "doctor": "doctor",
     "plan": "planning.command",

@@ -10,9 +10,8 @@ from places import LEVELS, ROOT
 from run_faults import FAILED, chosen, folders_of, planted
 
 #: Where a wrong number does harm. `bench` and the command lines only tell of it.
-COVERED = {*LEVELS, "kernels", "csrc", "csrc/cuda", "training/common", "training/rl", "training/stages"}
-COVERED |= {"training/engines"}
-COVERED -= {"bench", "training"}
+COVERED = {*LEVELS, "kernels", "csrc", "csrc/cuda"} - {"bench", "init", "report", "training"}
+COVERED |= {f"training/{room}" for room in ("batches", "data", "engines", "rewards", "rl", "stages")}
 
 
 def folders(path: str) -> set[str]:
@@ -65,9 +64,17 @@ def test_a_fault_is_planted_in_one_place_or_not(
 def test_tests_of_a_file_are_its_folders_and_those_above() -> None:
     assert folders_of("csrc/rows.h")[:4] == ("backend", "kernels", "planning", "passes")
     assert folders_of("kernels/entries.py")[:2] == ("kernels", "backend")
-    assert folders_of("fastrl/losses/kto.py") == ("losses", "models", "integrations", "training", "bench")
+    assert folders_of("fastrl/losses/kto.py") == (
+        "losses",
+        "models",
+        "integrations",
+        "report",
+        "training",
+        "init",
+        "bench",
+    )
     assert folders_of("benchmarks/scaling.py") == ("bench",)
-    assert folders_of("fastrl/training/rl/run.py") == ("training/rl", "training", "bench")
+    assert folders_of("fastrl/training/rl/run.py") == ("training/rl", "training", "init", "bench")
     assert "objectives" not in folders_of("fastrl/objectives/gates.py")  # it has no tests of its own
     assert set(folders_of("fastrl/base/checks.py")) >= {"base", "losses", "training"}
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 
-from places import LEVELS, ROOT
+from places import LEVELS, ROOMS, ROOT
 
 import fastrl
 
@@ -55,6 +55,23 @@ def test_imports_point_down() -> None:
             if up or (module.startswith("fastrl.kernels") and not other.startswith(("fastrl.kernels", *TUPLES))):
                 wrong.append(f"{module} imports {other}")
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_imports_of_the_trainers_rooms_point_down() -> None:
+    def room(module: str) -> str:
+        *_, own = (*module.split(".")[:3], "")[:3]
+        return own if module.startswith("fastrl.training.") and own in ROOMS else ""
+
+    wrong = []
+    for module, imported in modules().items():
+        for other in imported if room(module) else ():
+            if other.startswith("fastrl.training"):
+                apart = {room(module), room(other)} == {"rl", "stages"}
+                if apart or not room(other) or ROOMS.index(room(other)) > ROOMS.index(room(module)):
+                    wrong.append(f"{module} imports {other}")
+    assert not wrong, "\n".join(sorted(wrong))
+    folders = {path.parent.name for path in (ROOT / "fastrl" / "training").glob("*/*.py")}
+    assert folders == {*ROOMS}
 
 
 def test_no_modules_form_a_circle() -> None:

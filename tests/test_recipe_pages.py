@@ -12,8 +12,8 @@ from doc_pages import Block, page_of
 from places import EXAMPLES, ROOT
 
 from fastrl.training.commands import _processes
-from fastrl.training.common.settings import parse_command_line
-from fastrl.training.rl.config import Config
+from fastrl.training.config.settings import parse_command_line
+from fastrl.training.config.train import Config
 
 PAGES = ROOT / "docs" / "recipes"
 RECIPES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "README")

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from fastrl.base.json_text import to_json
 from fastrl.training.commands import COMMANDS
-from fastrl.training.common.settings import Section, fields, json_values, table_of
+from fastrl.training.config.settings import Section, fields, json_values, table_of
 
 #: command -> the model of its config
 CONFIGS: dict[str, type[Section]] = {name: command.kind for name, command in COMMANDS.items()}

@@ -17,7 +17,7 @@ from config_pages import facts, tables_of
 
 from fastrl.cli import MODULES, help_file
 from fastrl.training.commands import COMMANDS, NPROC
-from fastrl.training.common.settings import fields, usage_of
+from fastrl.training.config.settings import fields, usage_of
 
 WIDTH = 100
 _filled = partial(fill, width=WIDTH, break_on_hyphens=False, break_long_words=False)

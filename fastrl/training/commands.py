@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fastrl.base.errors import UserError
 from fastrl.base.system import started_processes
-from fastrl.training.common.settings import Section, parse_command_line
+from fastrl.training.config.settings import Section, parse_command_line
 
 _RESUME = {"resume": "go on from the newest checkpoint in logging.output_dir, if it holds one, to the same end"}
 _SIGNALS = (
@@ -45,35 +45,35 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "rl.config:Config",
+        "config.train:Config",
         "rl.train",
         f"Train a language model by reinforcement learning. {_SIGNALS}",
         _RESUME,
         on_ranks=True,
     ),
     "sft": Command(
-        "stages.config:SFTConfig",
+        "config.stages:SFTConfig",
         "stages.sft",
         f"Fine-tune a language model on prompts and completions. {_SIGNALS}",
         _RESUME,
         on_ranks=True,
     ),
     "dpo": Command(
-        "stages.config:DPOConfig",
+        "config.stages:DPOConfig",
         "stages.dpo",
         f"Train a language model on pairs of completions. {_SIGNALS}",
         _RESUME,
         on_ranks=True,
     ),
     "reward-model": Command(
-        "stages.config:RewardModelConfig",
+        "config.stages:RewardModelConfig",
         "stages.reward_model",
         f"Train a reward model on ranked completions. {_SIGNALS}",
         _RESUME,
         on_ranks=True,
     ),
     "sample": Command(
-        "stages.config:SampleConfig",
+        "config.stages:SampleConfig",
         "stages.sample",
         "Sample completions and their rewards.",
         short={"best": "output.best"},

@@ -405,13 +405,13 @@ def advantage_rows() -> list[list[str]]:
 def test_every_advantage_and_estimator_has_a_row():
     functions = {name for row in advantage_rows() for name in pages.code(row[0])}
     assert {name for name in fastrl.__all__ if name.endswith("_advantages")} | {"gae"} <= functions
-    config = pytest.importorskip("fastrl.training.rl.config")
+    config = pytest.importorskip("fastrl.training.config.train")
     known = get_args(config.AdvantagesConfig.model_fields["estimator"].annotation)
     assert sorted(pages.code(row[2])[0] for row in advantage_rows()) == sorted(known)
 
 
 def test_what_an_estimator_reads_are_options():
-    config = pytest.importorskip("fastrl.training.rl.config")
+    config = pytest.importorskip("fastrl.training.config.train")
     for row in advantage_rows():
         for name in pages.code(row[3]):
             if name == "[critic]":

@@ -24,9 +24,9 @@ from fastrl.backend import choice
 from fastrl.base.errors import UserError
 from fastrl.cli import _unknown_option
 from fastrl.training import commands
-from fastrl.training.common.settings import load_settings
-from fastrl.training.rl.config import Config
-from fastrl.training.stages.config import DPOConfig, RewardModelConfig, SampleConfig, SFTConfig
+from fastrl.training.config.settings import load_settings
+from fastrl.training.config.stages import DPOConfig, RewardModelConfig, SampleConfig, SFTConfig
+from fastrl.training.config.train import Config
 
 PAGE = ROOT / "docs" / "features.md"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,14 +13,14 @@ from fake_vllm import FakeVLLM
 from places import EXAMPLES
 from run_files import records
 
-from fastrl.training.common.data import Example
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.policy import load_policy
-from fastrl.training.common.rollout import rollout_logprobs
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
-from fastrl.training.common.settings import load_settings
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import rollout_logprobs
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.settings import load_settings
+from fastrl.training.config.train import Config
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.choice import make_sampler
-from fastrl.training.rl.config import Config
+from fastrl.training.models.policy import load_policy
 from fastrl.training.rl.train import train
 
 TOKEN_OF_7 = 9  # the tokens are "<eos>", "=", "0" ... "9"

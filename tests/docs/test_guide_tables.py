@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -68,14 +67,3 @@ def test_the_script_of_a_named_objective_trains(tmp_path: Path) -> None:
         script, "train", EXAMPLES / "reverse_digits" / "config.toml", *short, *more, PYTHONPATH=str(ROOT), timeout=120
     )
     assert "cappedgspo: 1 steps" in printed
-
-
-def test_the_lines_of_the_trainer() -> None:
-    """As docs/training.md counts them, to a twentieth."""
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    said = re.search(r"about ([\d,]+) lines in \[.*?About ([\d,]+) in\n.*?and ([\d,]+)\nin", page, re.DOTALL)
-    assert said
-    for number, folder in zip(said.groups(), ("rl", "common", "engines"), strict=True):
-        files = (ROOT / "fastrl" / "training" / folder).glob("*.py")
-        lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
-        assert lines == pytest.approx(int(number.replace(",", "")), rel=0.05), os.path.basename(folder)

@@ -60,7 +60,7 @@ def printed(path: Path) -> Iterator[str]:
 
 def warnings_of_the_watch() -> Iterator[str]:
     """What health.py has the log print: the sentences that `_causes` yields."""
-    path = ROOT / "fastrl" / "training" / "common" / "health.py"
+    path = ROOT / "fastrl" / "training" / "run" / "health.py"
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
             text = text_of(node.value.elts[1])
@@ -94,7 +94,7 @@ def test_the_table_has_every_message_once_and_no_other() -> None:
 
 
 def test_the_reasons_of_a_gradient_of_zero_are_on_the_page() -> None:
-    source = ROOT / "fastrl" / "training" / "common" / "health.py"
+    source = ROOT / "fastrl" / "training" / "run" / "health.py"
     functions = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.FunctionDef)]
     (reason,) = [function for function in functions if function.name == "_reason"]
     texts = [

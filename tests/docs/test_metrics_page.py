@@ -136,7 +136,7 @@ def test_every_row_says_what_a_metric_is_and_what_to_do() -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the runs read. They draw no curves, and ask no model hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("fastrl.training.common.log.RunLog.draw", lambda self: None)
+    monkeypatch.setattr("fastrl.training.run.log.RunLog.draw", lambda self: None)
     narrowed(tmp_path)
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     (tmp_path / "engine.py").write_text(ENGINE)

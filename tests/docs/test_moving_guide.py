@@ -18,7 +18,7 @@ from peer_cases import folder_of
 from places import ROOT
 
 import fastrl
-from fastrl.training.rl.config import Config
+from fastrl.training.config.train import Config
 
 PAGE = (ROOT / "docs" / "guides" / "moving.md").read_text(encoding="utf-8")
 

@@ -25,10 +25,10 @@ from fastrl.backend.cpp import build
 from fastrl.base.errors import UserError
 from fastrl.cli import main
 from fastrl.planning.budget import BudgetTooSmall
-from fastrl.training.common.checkpoint import saved_on_error
-from fastrl.training.common.health import Watch
-from fastrl.training.common.lock import sole_writer
 from fastrl.training.parallel.world import ALONE
+from fastrl.training.run.checkpoint import saved_on_error
+from fastrl.training.run.health import Watch
+from fastrl.training.run.lock import sole_writer
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
@@ -196,7 +196,7 @@ def col(prompts, completions, solution):
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
     """Run a command, small; returns what it wrote to the standard error, with short paths and without numbers."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("fastrl.training.common.log.RunLog.draw", lambda self: None)
+    monkeypatch.setattr("fastrl.training.run.log.RunLog.draw", lambda self: None)
     narrowed(tmp_path)
     (tmp_path / "r.py").write_text(REWARDS)
     shutil.copy(EXAMPLE / "train.jsonl", tmp_path)

@@ -194,7 +194,7 @@ _ENOUGH = {"model": ("path", "config"), "reward": ("function", "model", "steps")
 def check_config(block: Block, folder: Path) -> None:
     """Raises an error of pydantic's or ValueError for a part of a config that the command would not take."""
     from fastrl.training.commands import COMMANDS  # needs pydantic
-    from fastrl.training.common.settings import load_settings
+    from fastrl.training.config.settings import load_settings
 
     command = block.notes.get("config") or "train"
     if command not in CONFIGS:
@@ -350,13 +350,13 @@ class _Read(BaseException):
 
 #: Command -> the function that does its work, in its module, after its arguments have been read.
 _WORK = {
-    "init": "training.init.make",
+    "init": "init.command.make",
     "train": "training.rl.train.train",
     "sft": "training.stages.sft.train",
     "dpo": "training.stages.dpo.train",
     "reward-model": "training.stages.reward_model.train",
     "sample": "training.stages.sample.sample",
-    "report": "training.common.report.write_report",
+    "report": "report.report.write_report",
     "bench": "bench.machine.describe",
     "doctor": "bench.machine.describe",
     "plot-gates": "bench.plot_gates.figure",

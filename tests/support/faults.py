@@ -652,11 +652,11 @@ FAULTS = (
     ),
     # --- training -----------------------------------------------------------------------------------------------------
     Fault(
-        "fastrl/training/common/data.py",
+        "fastrl/training/data/examples.py",
         'shuffled(size, self.seed, "prompts", epoch)',
         'shuffled(size, self.seed, "prompts")',
         "a stale seed: the same order of prompts in every epoch",
-        "training/common/test_prompts.py::test_every_prompt_comes_once_an_epoch_in_an_order_of_the_seed",
+        "training/data/test_prompts.py::test_every_prompt_comes_once_an_epoch_in_an_order_of_the_seed",
     ),
     Fault(
         "fastrl/training/rl/train.py",
@@ -673,25 +673,25 @@ FAULTS = (
         "training/rl/test_equal_runs.py::test_steps_do_not_depend_on_batches",
     ),
     Fault(
-        "fastrl/training/common/rollout.py",
+        "fastrl/training/batches/rollout.py",
         "[x[row] for row in rows.tolist()]",
         "list(x[: len(rows)])",
         "a row: the sampling masks of a selection",
         "training/rl/test_sampling_masks.py::test_selecting_rows_keeps_each_tokens_set",
     ),
     Fault(
-        "fastrl/training/common/worker_pool.py",
+        "fastrl/training/rewards/pool.py",
         "seeds = range(seed, seed + len(examples))",
         "seeds = [seed] * len(examples)",
         "a stale seed: one for all completions of a batch",
-        "training/common/test_reward_workers.py::test_random_numbers_are_the_runs_and_not_the_workers",
+        "training/rewards/test_reward_workers.py::test_random_numbers_are_the_runs_and_not_the_workers",
     ),
     Fault(
-        "fastrl/training/common/data.py",
+        "fastrl/training/data/prompts.py",
         "if token in (eos, self._turn_end)]",
         "if token == eos]",
         "a token: EOS for the end of a turn, which no rollout samples",
-        "training/common/test_chat_templates.py::test_what_is_trained_is_what_is_sampled",
+        "training/data/test_chat_templates.py::test_what_is_trained_is_what_is_sampled",
     ),
     Fault(
         "fastrl/training/rl/experience.py",
@@ -743,11 +743,11 @@ FAULTS = (
         "training/rl/test_controllers.py::test_the_rlhf_rule_is_proportional_to_a_responses_kl",
     ),
     Fault(
-        "fastrl/training/common/foreign.py",
+        "fastrl/training/rewards/foreign.py",
         "        stack.callback(random.setstate, python_state)\n",
         "",
         "a stale seed: every call of a foreign function draws the same numbers",
-        "training/common/test_foreign.py::test_a_function_draws_other_numbers_in_each_call_and_none_of_the_trainers",
+        "training/rewards/test_foreign.py::test_a_function_draws_other_numbers_in_each_call_and_none_of_the_trainers",
     ),
     Fault(
         "fastrl/training/stages/loop.py",
@@ -792,7 +792,7 @@ FAULTS = (
         "training/engines/test_http.py",
     ),
     Fault(
-        "fastrl/training/common/data.py",
+        "fastrl/training/data/prompts.py",
         "places[-1] if len(messages_of(completion)) > 1 else places[0]",
         "places[0]",
         "the first for the last: EOS in a transcript",

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from fastrl.training.common.data import Example
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout
-from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.batches.rollout import Rollout
+from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.transformers import TransformersEngine
+from fastrl.training.models.policy import Policy
 
 
 def generate(

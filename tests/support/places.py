@@ -19,6 +19,11 @@ LEVELS = (
     "losses",
     "models",
     "integrations",
+    "report",
     "training",
+    "init",
     "bench",
 )
+
+#: Those of the trainer, in the same order. `rl` and `stages` do not import each other.
+ROOMS = ("config", "parallel", "data", "models", "rewards", "batches", "run", "engines", "stages", "rl")

@@ -18,11 +18,11 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from fastrl.training.common import checkpoint
-from fastrl.training.common.reward import RewardFunction
 from fastrl.training.engines import choice, sampler
 from fastrl.training.engines.protocol import Completion, EngineUnavailable, Request, Sampling, Weights
+from fastrl.training.rewards.functions import RewardFunction
 from fastrl.training.rl import evaluation, train, update
+from fastrl.training.run import checkpoint
 
 #: What a run does in a step -> whose attribute is called then.
 PLACES: dict[str, tuple[Any, str]] = {

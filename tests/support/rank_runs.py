@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fastrl.base.errors import UserError
 from fastrl.training.commands import COMMANDS
-from fastrl.training.common.seeds import seed_step
+from fastrl.training.parallel.seeds import seed_step
 
 
 def rank() -> int:
@@ -43,7 +43,7 @@ def train(
 
     with (
         patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
-        patch("fastrl.training.common.log.RunLog.draw", lambda self: None),
+        patch("fastrl.training.run.log.RunLog.draw", lambda self: None),
         patch("fastrl.training.stages.loop.seed_step", seed),
         patch("fastrl.training.rl.train.seed_step", seed),
     ):
@@ -57,7 +57,7 @@ def train(
 def train_with_rank_0s_weights(name: str, *arguments: Any) -> dict[str, Any] | str:
     """`train`, in which no other rank may read weights."""
     with ExitStack() as stack:
-        for reader in ("loading._read_weights", "checkpoint._load_weights") if rank() else ():
+        for reader in ("models.loading._read_weights", "run.checkpoint._load_weights") if rank() else ():
             error = AssertionError(f"rank {rank()} reads weights")
-            stack.enter_context(patch(f"fastrl.training.common.{reader}", side_effect=error))
+            stack.enter_context(patch(f"fastrl.training.{reader}", side_effect=error))
         return train(name, *arguments)

@@ -10,11 +10,11 @@ from transformers import set_seed
 
 import fastrl.training.rl.run as running
 from fastrl import SamplingMask
-from fastrl.training.common.data import Example
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.rollout import Rollout, replaying, rollout_logprobs
-from fastrl.training.common.timing import Stopwatch
-from fastrl.training.rl.config import CriticConfig
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import Rollout, replaying, rollout_logprobs
+from fastrl.training.config.train import CriticConfig
+from fastrl.training.data.examples import Example
+from fastrl.training.parallel.timing import Stopwatch
 from fastrl.training.rl.critic import Critic
 from fastrl.training.rl.train import take_step
 from fastrl.training.rl.update import COUNTS, LOSSES, accumulate_gradients, merge_metrics

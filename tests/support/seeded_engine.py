@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator, Sequence
 
 from fastrl import SamplingMask
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
+from fastrl.training.models.policy import Policy
 
 
 class SeededEngine:

@@ -87,7 +87,7 @@ def _main(
         "HF_HUB_OFFLINE": "1",
     }
     from fastrl.cli import main
-    from fastrl.training.common.log import RunLog
+    from fastrl.training.run.log import RunLog
 
     RunLog.draw = lambda self: None  # type: ignore[method-assign]
     more = before(rank) if before is not None else None

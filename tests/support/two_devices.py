@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fastrl.training.common.rollout import AXES, Rollout
+from fastrl.training.batches.rollout import AXES, Rollout
 from fastrl.training.engines import sampler
 
 

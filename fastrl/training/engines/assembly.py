@@ -8,10 +8,10 @@ import torch
 
 from fastrl.base.errors import UserError
 from fastrl.integrations.vllm import routing_from_vllm
-from fastrl.training.common.data import Example
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout, as_rollout
+from fastrl.training.batches.rollout import Rollout, as_rollout
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import Completion, Sampling
+from fastrl.training.models.policy import Policy
 
 
 def assemble(

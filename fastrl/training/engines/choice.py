@@ -6,17 +6,17 @@ from typing import Any
 
 from fastrl.base.errors import UserError
 from fastrl.planning.budget import parse_budget
-from fastrl.training.common.foreign import foreign_code
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.reward import import_function
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
-from fastrl.training.common.settings import import_for
-from fastrl.training.common.worker_pool import WorkerPool
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.settings import import_for
 from fastrl.training.engines.protocol import Engine
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.transformers import checked_engine
 from fastrl.training.engines.turns import WHAT, Tools, Turns
+from fastrl.training.models.policy import Policy
 from fastrl.training.parallel.world import ALONE, World
+from fastrl.training.rewards.foreign import foreign_code
+from fastrl.training.rewards.functions import import_function
+from fastrl.training.rewards.pool import WorkerPool
 
 METHODS = ("generate", "update_weights", "sleep", "wake_up")
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
-from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.data.examples import Example
 
 
 class EngineUnavailable(Exception):

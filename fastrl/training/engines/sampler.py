@@ -15,13 +15,9 @@ import torch
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.models.patching import is_sharded
-from fastrl.training.common.data import Example
-from fastrl.training.common.foreign import beside_trainer
-from fastrl.training.common.optimizer import Diverged
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout, join
-from fastrl.training.common.sections import RolloutConfig
-from fastrl.training.common.seeds import seed_of
+from fastrl.training.batches.rollout import Rollout, join
+from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.assembly import assemble
 from fastrl.training.engines.completions import check_weights
 from fastrl.training.engines.protocol import (
@@ -35,8 +31,12 @@ from fastrl.training.engines.protocol import (
 )
 from fastrl.training.engines.turns import Turns
 from fastrl.training.engines.weights import PolicyWeights, merged_weights
+from fastrl.training.models.policy import Policy
+from fastrl.training.parallel.seeds import seed_of
 from fastrl.training.parallel.shard import unsharded, whole_on_main
 from fastrl.training.parallel.world import ALONE, World
+from fastrl.training.rewards.foreign import beside_trainer
+from fastrl.training.run.optimizer import Diverged
 
 FAILURES = 3  # in a row, of an engine that answers in between: then it is not its absence
 PAUSE = 1.0  # seconds between two tries to reach it

@@ -26,12 +26,12 @@ import numpy
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.models.routing import routers_of
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.engines.completions import Drawn, check_tokenizer, checked
 from fastrl.training.engines.http import KEY_HINT, Server
 from fastrl.training.engines.protocol import Completion, EngineUnavailable, Request, Sampling, Weights
 from fastrl.training.engines.transfer import weights_file
+from fastrl.training.models.policy import Policy
 
 GENERATE = "/generate"
 HINTS: dict[tuple[str, int] | int, str] = {

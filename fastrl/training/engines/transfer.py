@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.settings import import_for
+from fastrl.training.config.settings import import_for
 from fastrl.training.engines.protocol import Weights
 
 HOW = (

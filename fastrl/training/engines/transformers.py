@@ -15,18 +15,18 @@ from fastrl.base.errors import UserError, one_line
 from fastrl.models.lm_head import TOLERANCE
 from fastrl.models.recording import last_processor, record_sampling
 from fastrl.models.routing import record_routing
-from fastrl.training.common.data import Example
-from fastrl.training.common.expected_memory import fitting_completions
-from fastrl.training.common.micro_batch import MicroBatches, Shape
-from fastrl.training.common.optimizer import Diverged
-from fastrl.training.common.policy import Policy, exact_dtype, left_pad
-from fastrl.training.common.rollout import rollout_logprobs
-from fastrl.training.common.rotary import keeping_cache
-from fastrl.training.common.seeds import seed_of
+from fastrl.training.batches.memory import fitting_completions
+from fastrl.training.batches.micro_batches import MicroBatches, Shape
+from fastrl.training.batches.rollout import rollout_logprobs
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.assembly import assemble
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
 from fastrl.training.engines.sampler import say
+from fastrl.training.models.policy import Policy, exact_dtype, left_pad
+from fastrl.training.models.rotary import keeping_cache
+from fastrl.training.parallel.seeds import seed_of
 from fastrl.training.parallel.shard import unsharded
+from fastrl.training.run.optimizer import Diverged
 
 
 class TransformersEngine:

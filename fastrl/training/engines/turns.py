@@ -16,16 +16,17 @@ import torch
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example, chat_text, described_tools
-from fastrl.training.common.foreign import foreign_code
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.reward import load_reward, show_sample
-from fastrl.training.common.seeds import seed_of
-from fastrl.training.common.timing import timed
-from fastrl.training.common.transcript import Transcript
-from fastrl.training.common.worker_pool import PooledFunction, WorkerPool
+from fastrl.training.data.examples import Example
+from fastrl.training.data.prompts import chat_text, described_tools
+from fastrl.training.data.transcript import Transcript
 from fastrl.training.engines.completions import check_weights
 from fastrl.training.engines.protocol import Completion, Engine, Request, Sampling, Weights
+from fastrl.training.models.policy import Policy
+from fastrl.training.parallel.seeds import seed_of
+from fastrl.training.parallel.timing import timed
+from fastrl.training.rewards.foreign import foreign_code
+from fastrl.training.rewards.functions import load_reward, show_sample
+from fastrl.training.rewards.pool import PooledFunction, WorkerPool
 
 # Stands for what the policy wrote where the chat template renders an answer. Templates rewrite history (they drop the
 # reasoning of earlier turns, say), so only what they write after it is used.

@@ -26,14 +26,14 @@ import torch
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
-from fastrl.training.common.settings import import_for
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.settings import import_for
 from fastrl.training.engines.completions import Drawn, checked
 from fastrl.training.engines.protocol import Completion, EngineLost, Request, Sampling, Weights
 from fastrl.training.engines.transfer import Transfer, make_transfer, write_weights
 from fastrl.training.engines.vllm_params import sampling_params
 from fastrl.training.engines.weights import PolicyWeights
+from fastrl.training.models.policy import Policy
 
 #: Arguments of vllm.LLM that follow from the config, and the fields that they follow from.
 OWN_OPTIONS = {

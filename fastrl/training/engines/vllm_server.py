@@ -16,13 +16,13 @@ import torch
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.engines.completions import Drawn, check_tokenizer, checked
 from fastrl.training.engines.http import HEALTH, KEY_HINT, Server
 from fastrl.training.engines.protocol import Completion, EngineFailed, EngineUnavailable, Request, Sampling, Weights
 from fastrl.training.engines.transfer import Transfer, make_transfer
 from fastrl.training.engines.vllm_params import sampling_params
+from fastrl.training.models.policy import Policy
 
 GENERATE = "/inference/v1/generate"
 HINTS: dict[tuple[str, int] | int, str] = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from fastrl.training.common.policy import Policy
+from fastrl.training.models.policy import Policy
 
 
 @dataclass(frozen=True)

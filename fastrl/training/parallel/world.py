@@ -20,11 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fastrl.base.errors import UserError
 from fastrl.base.system import started_processes
-from fastrl.training.common.facts import versions
-from fastrl.training.common.optimizer import find_device
-from fastrl.training.common.sections import MachineConfig
-from fastrl.training.common.settings import Section, json_values
-from fastrl.training.common.timing import timed
+from fastrl.training.config.sections import MachineConfig
+from fastrl.training.config.settings import Section, json_values
+from fastrl.training.parallel.machine import find_device, versions
+from fastrl.training.parallel.timing import timed
 
 S = TypeVar("S")
 T = TypeVar("T")

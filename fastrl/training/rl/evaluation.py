@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastrl.training.common.distillation import check_sampled
-from fastrl.training.common.foreign import random_numbers
-from fastrl.training.common.health import average
-from fastrl.training.common.rollout import Rollout, completion_texts, hidden_states, rollout_logprobs
+from fastrl.training.batches.distillation import check_sampled
+from fastrl.training.batches.rollout import Rollout, completion_texts, hidden_states, rollout_logprobs
+from fastrl.training.rewards.foreign import random_numbers
+from fastrl.training.rl.metrics import average
 from fastrl.training.rl.run import Run
 
 

@@ -25,13 +25,13 @@ from fastrl import (
     rloo_advantages,
 )
 from fastrl.base.errors import UserError
-from fastrl.training.common.checksums import json_value
-from fastrl.training.common.data import Example
-from fastrl.training.common.distillation import check_sampled
-from fastrl.training.common.health import describe
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.reward import Steps
-from fastrl.training.common.rollout import Rollout, completion_texts, join, rollout_logprobs, rollout_statistics
+from fastrl.training.batches.distillation import check_sampled
+from fastrl.training.batches.rollout import Rollout, completion_texts, join, rollout_logprobs, rollout_statistics
+from fastrl.training.data.digest import json_value
+from fastrl.training.data.examples import Example
+from fastrl.training.models.policy import Policy
+from fastrl.training.rewards.functions import Steps
+from fastrl.training.rl.metrics import describe
 from fastrl.training.rl.run import Run
 
 LOGGED = 2000  # characters of a row's column in a sample

@@ -8,16 +8,16 @@ import torch
 from fastrl import REINFORCE, Objective
 from fastrl.objectives.row_local import Given
 from fastrl.planning.budget import memory_bytes
-from fastrl.training.common import expected_memory
-from fastrl.training.common.distillation import teacher_width
-from fastrl.training.common.expected_memory import Expected, activation_bytes
-from fastrl.training.common.memory_needs import LossCall, chosen_plans
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.policy import Policy
+from fastrl.training.batches import memory as expected_memory
+from fastrl.training.batches.loss_calls import LossCall, chosen_plans
+from fastrl.training.batches.memory import Expected, activation_bytes
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.config.objective import ranks_tokens, reads_sampler
+from fastrl.training.config.train import Config, DistillationConfig
 from fastrl.training.engines.vllm_process import GPU_SHARE
+from fastrl.training.models.policy import Policy
+from fastrl.training.models.teacher import teacher_width
 from fastrl.training.parallel.world import World
-from fastrl.training.rl.config import Config, DistillationConfig
-from fastrl.training.rl.objective_config import ranks_tokens, reads_sampler
 
 
 def loss_calls(config: Config, objective: Objective, tokens: int) -> list[LossCall]:

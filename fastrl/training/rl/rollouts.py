@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastrl.training.common.data import Example, PromptSampler
-from fastrl.training.common.rollout import Rollout
-from fastrl.training.common.sections import RolloutConfig
-from fastrl.training.common.streaming import StreamSampler
+from fastrl.training.batches.rollout import Rollout
+from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.data.examples import Example, PromptSampler
+from fastrl.training.data.streaming import StreamSampler
 from fastrl.training.engines.sampler import CompletionSampler, Draw
 from fastrl.training.engines.turns import Turns
 from fastrl.training.parallel.world import World

@@ -10,27 +10,29 @@ import torch
 from fastrl import KL, CovarianceClip, Objective
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
-from fastrl.training.common.checkpoint import Trained, read_checkpoint
-from fastrl.training.common.checksums import digest
-from fastrl.training.common.data import Example, PromptFormat, PromptSampler, Room, TextStream, load_examples
-from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher
-from fastrl.training.common.expected_memory import Expected
-from fastrl.training.common.memory_needs import check_budget
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.optimizer import make_optimizer
-from fastrl.training.common.policy import Policy, load_policy, max_positions, reference_of
-from fastrl.training.common.reward_model import make_rewards
-from fastrl.training.common.rotary import fix_frequencies
-from fastrl.training.common.scoring import RewardFunctions, Rewards
-from fastrl.training.common.streaming import StreamSampler
+from fastrl.training.batches.distillation import Distillation
+from fastrl.training.batches.loss_calls import check_budget
+from fastrl.training.batches.memory import Expected
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.config.objective import ranks_tokens, reads_sampler
+from fastrl.training.config.train import Config
+from fastrl.training.data.digest import digest
+from fastrl.training.data.examples import Example, PromptSampler, Room, TextStream, load_examples
+from fastrl.training.data.prompts import PromptFormat
+from fastrl.training.data.streaming import StreamSampler
 from fastrl.training.engines.choice import make_sampler
+from fastrl.training.models.policy import Policy, load_policy, max_positions, reference_of
+from fastrl.training.models.rotary import fix_frequencies
+from fastrl.training.models.teacher import check_teacher, load_teacher
 from fastrl.training.parallel.world import ALONE, World
-from fastrl.training.rl.config import Config
+from fastrl.training.rewards.model import make_rewards
+from fastrl.training.rewards.scoring import RewardFunctions, Rewards
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.training.rl.critic import Critic
 from fastrl.training.rl.memory import loss_calls, with_micro_batches
-from fastrl.training.rl.objective_config import ranks_tokens, reads_sampler
 from fastrl.training.rl.rollouts import Rollouts
+from fastrl.training.run.checkpoint import Trained, read_checkpoint
+from fastrl.training.run.optimizer import make_optimizer
 
 
 @dataclass
@@ -247,7 +249,7 @@ def _objective(config: Config, device: torch.device) -> tuple[Objective, Adaptiv
     return objective, kl, entropy
 
 
-# --- checkpoints; `fastrl.training.common.checkpoint` writes and checks the files -------------------------------------
+# --- checkpoints; `fastrl.training.run.checkpoint` writes and checks the files -------------------------------------
 
 
 def resumable(run: Run) -> dict[str, Any]:

@@ -10,8 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.banner import show_end, show_start
-from fastrl.training.common.checkpoint import (
+from fastrl.report.contents import NESTED, STEP
+from fastrl.training.config.train import Config
+from fastrl.training.models.loading import name_of
+from fastrl.training.models.saving import check_savable
+from fastrl.training.parallel.seeds import seed_step
+from fastrl.training.parallel.timing import peak_memory, timed
+from fastrl.training.parallel.world import World
+from fastrl.training.rl.evaluation import evaluate
+from fastrl.training.rl.experience import collect
+from fastrl.training.rl.run import Run, data_of, digests, load_checkpoint, make_run, resumable, trained
+from fastrl.training.rl.update import update
+from fastrl.training.run.banner import show_end, show_start
+from fastrl.training.run.checkpoint import (
     SaveClock,
     as_started,
     checkpoint_of,
@@ -20,21 +31,10 @@ from fastrl.training.common.checkpoint import (
     write_checkpoint,
     written,
 )
-from fastrl.training.common.facts import run_facts
-from fastrl.training.common.loading import name_of
-from fastrl.training.common.log import RunLog
-from fastrl.training.common.optimizer import Diverged, calmer
-from fastrl.training.common.prepared import prepared, stopping
-from fastrl.training.common.report_html import NESTED, STEP
-from fastrl.training.common.saving import check_savable
-from fastrl.training.common.seeds import seed_step
-from fastrl.training.common.timing import peak_memory, timed
-from fastrl.training.parallel.world import World
-from fastrl.training.rl.config import Config
-from fastrl.training.rl.evaluation import evaluate
-from fastrl.training.rl.experience import collect
-from fastrl.training.rl.run import Run, data_of, digests, load_checkpoint, make_run, resumable, trained
-from fastrl.training.rl.update import update
+from fastrl.training.run.facts import run_facts
+from fastrl.training.run.log import RunLog
+from fastrl.training.run.optimizer import Diverged, calmer
+from fastrl.training.run.prepared import prepared, stopping
 
 # The metrics in a step's line on the terminal, if present.
 SHOWN = ("reward", "eval/reward", "divergence", "entropy", "kl", "clip_frac", "length", "grad_norm", "time/step")

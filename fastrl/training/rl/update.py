@@ -18,16 +18,16 @@ from fastrl.base.groups import group_numbers, group_total
 from fastrl.base.json_text import to_json
 from fastrl.losses.problem import effective_share
 from fastrl.objectives.formulas import kl_k3_value
-from fastrl.training.common.data import TextStream
-from fastrl.training.common.distillation import Distillation
-from fastrl.training.common.optimizer import calmer
-from fastrl.training.common.policy import Policy, checkpointing
-from fastrl.training.common.rollout import Rollout, hidden_states, replaying
-from fastrl.training.common.seeds import seed_of, shuffled
-from fastrl.training.common.timing import Stopwatch
+from fastrl.training.batches.distillation import Distillation
+from fastrl.training.batches.rollout import Rollout, hidden_states, replaying
+from fastrl.training.data.examples import TextStream
+from fastrl.training.models.policy import Policy, checkpointing
+from fastrl.training.parallel.seeds import seed_of, shuffled
 from fastrl.training.parallel.shard import gathered
+from fastrl.training.parallel.timing import Stopwatch
 from fastrl.training.parallel.world import World
 from fastrl.training.rl.run import Run
+from fastrl.training.run.optimizer import calmer
 
 # How the metrics of several batches are merged; those not listed here are averaged, weighted by the batches' tokens.
 COUNTS = ("tokens", "ratio_clamped", "masked_off_policy", "chosen_by_covariance")

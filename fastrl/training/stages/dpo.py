@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from fastrl import Preference, linear_preference_loss
 from fastrl.base.errors import UserError
-from fastrl.training.common.micro_batch import MicroBatches, Shape
-from fastrl.training.common.policy import Policy, reference_of
-from fastrl.training.common.rollout import as_rollout, hidden_states, rollout_logprobs
+from fastrl.training.batches.micro_batches import MicroBatches, Shape
+from fastrl.training.batches.rollout import as_rollout, hidden_states, rollout_logprobs
+from fastrl.training.config.stages import DPOConfig, TokenTrainingConfig
+from fastrl.training.models.policy import Policy, reference_of
 from fastrl.training.parallel.world import World
-from fastrl.training.stages.config import DPOConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import PolicyStage, finish, train_policy
 from fastrl.training.stages.rows import Reader, Tokens
 

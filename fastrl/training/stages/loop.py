@@ -20,8 +20,22 @@ from fastrl import Objective
 from fastrl.base.errors import UserError
 from fastrl.models.patching import is_sharded
 from fastrl.planning.plans import Plan
-from fastrl.training.common.banner import show_end, show_start
-from fastrl.training.common.checkpoint import (
+from fastrl.training.batches.loss_calls import LossCall, check_budget, chosen_plans
+from fastrl.training.batches.memory import with_micro_batches
+from fastrl.training.batches.micro_batches import MicroBatches, Shape
+from fastrl.training.config.sections import OptimizerConfig
+from fastrl.training.config.stages import StageConfig, TokenStageConfig, TokenTrainingConfig
+from fastrl.training.data.digest import digest
+from fastrl.training.engines.weights import base_of, merged_weights
+from fastrl.training.models.loading import name_of
+from fastrl.training.models.policy import Policy, checkpointing, load_policy, max_positions
+from fastrl.training.models.rotary import fix_frequencies
+from fastrl.training.models.saving import check_savable, save_pretrained
+from fastrl.training.parallel.seeds import seed_step, shuffled
+from fastrl.training.parallel.shard import gathered, gathered_state, whole_on_main
+from fastrl.training.parallel.world import ALONE, World
+from fastrl.training.run.banner import show_end, show_start
+from fastrl.training.run.checkpoint import (
     SaveClock,
     Trained,
     as_started,
@@ -31,25 +45,11 @@ from fastrl.training.common.checkpoint import (
     write_checkpoint,
     written,
 )
-from fastrl.training.common.checksums import digest
-from fastrl.training.common.expected_memory import with_micro_batches
-from fastrl.training.common.facts import run_facts
-from fastrl.training.common.files import whole_directory
-from fastrl.training.common.loading import name_of
-from fastrl.training.common.log import RunLog
-from fastrl.training.common.memory_needs import LossCall, check_budget, chosen_plans
-from fastrl.training.common.micro_batch import MicroBatches, Shape
-from fastrl.training.common.optimizer import Diverged, calmer, make_optimizer
-from fastrl.training.common.policy import Policy, checkpointing, load_policy, max_positions
-from fastrl.training.common.prepared import prepared, stopping
-from fastrl.training.common.rotary import fix_frequencies
-from fastrl.training.common.saving import check_savable, save_pretrained
-from fastrl.training.common.sections import OptimizerConfig
-from fastrl.training.common.seeds import seed_step, shuffled
-from fastrl.training.engines.weights import base_of, merged_weights
-from fastrl.training.parallel.shard import gathered, gathered_state, whole_on_main
-from fastrl.training.parallel.world import ALONE, World
-from fastrl.training.stages.config import StageConfig, TokenStageConfig, TokenTrainingConfig
+from fastrl.training.run.facts import run_facts
+from fastrl.training.run.files import whole_directory
+from fastrl.training.run.log import RunLog
+from fastrl.training.run.optimizer import Diverged, calmer, make_optimizer
+from fastrl.training.run.prepared import prepared, stopping
 from fastrl.training.stages.rows import Reader, Tokens
 
 Row = TypeVar("Row")

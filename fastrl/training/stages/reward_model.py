@@ -15,13 +15,14 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from fastrl import reward_model_loss
 from fastrl.base.errors import UserError
-from fastrl.training.common.loading import load_tokenizer, name_of
-from fastrl.training.common.micro_batch import Shape
-from fastrl.training.common.policy import load_model
-from fastrl.training.common.reward_model import MEAN, RewardModel, check_classifier, longest_scored, score_sequences
-from fastrl.training.common.sources import Source, field_of
+from fastrl.training.batches.micro_batches import Shape
+from fastrl.training.config.data import Source
+from fastrl.training.config.stages import RewardModelConfig
+from fastrl.training.data.sources import field_of
+from fastrl.training.models.loading import load_tokenizer, name_of
+from fastrl.training.models.policy import load_model
 from fastrl.training.parallel.world import World
-from fastrl.training.stages.config import RewardModelConfig
+from fastrl.training.rewards.model import MEAN, RewardModel, check_classifier, longest_scored, score_sequences
 from fastrl.training.stages.loop import Stage, finish, fit, prepared_stage
 from fastrl.training.stages.rows import Reader
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import PromptFormat
-from fastrl.training.common.data_config import DatasetConfig
-from fastrl.training.common.micro_batch import Shape
-from fastrl.training.common.sources import Source, field_of
+from fastrl.training.batches.micro_batches import Shape
+from fastrl.training.config.data import DatasetConfig, Source
+from fastrl.training.data.prompts import PromptFormat
+from fastrl.training.data.sources import field_of, rows_of
 
 Row = TypeVar("Row")
 
@@ -50,7 +50,7 @@ class Reader:
 
         Without a source, no rows.
         """
-        return [parse(self, row, where) for where, row in source.rows()] if source else []
+        return [parse(self, row, where) for where, row in rows_of(source)] if source else []
 
     def tokens(self, row: dict[str, Any], name: str, where: str) -> Tokens:
         """The row's prompt with the completion in field `name`. Raises UserError naming `where`."""

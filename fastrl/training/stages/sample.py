@@ -13,18 +13,19 @@ from tqdm import tqdm
 
 from fastrl.base.errors import UserError
 from fastrl.base.json_text import to_json
-from fastrl.training.common.checksums import json_value
-from fastrl.training.common.data import Example, PromptFormat, Room, load_examples
-from fastrl.training.common.lock import sole_writer
-from fastrl.training.common.optimizer import cpu_threads, start
-from fastrl.training.common.policy import Policy, load_policy, max_positions
-from fastrl.training.common.reward_model import make_rewards
-from fastrl.training.common.rollout import completion_texts
-from fastrl.training.common.rotary import fix_frequencies
-from fastrl.training.common.scoring import RewardFunctions, Rewards
+from fastrl.training.batches.rollout import completion_texts
+from fastrl.training.config.stages import SampleConfig
+from fastrl.training.data.digest import json_value
+from fastrl.training.data.examples import Example, Room, load_examples
+from fastrl.training.data.prompts import PromptFormat
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.engines.sampler import CompletionSampler
-from fastrl.training.stages.config import SampleConfig
+from fastrl.training.models.policy import Policy, load_policy, max_positions
+from fastrl.training.models.rotary import fix_frequencies
+from fastrl.training.parallel.machine import cpu_threads, start
+from fastrl.training.rewards.model import make_rewards
+from fastrl.training.rewards.scoring import RewardFunctions, Rewards
+from fastrl.training.run.lock import sole_writer
 
 # The fields of a line besides the prompt row's own.
 WRITTEN = ("completion", "reward", "rewards", "truncated")

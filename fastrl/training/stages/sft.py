@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from fastrl import REINFORCE, linear_cross_entropy
-from fastrl.training.common.distillation import Distillation, check_teacher, load_teacher, teacher_width
-from fastrl.training.common.memory_needs import LossCall
-from fastrl.training.common.micro_batch import Shape
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import Rollout, as_rollout, hidden_states
+from fastrl.training.batches.distillation import Distillation
+from fastrl.training.batches.loss_calls import LossCall
+from fastrl.training.batches.micro_batches import Shape
+from fastrl.training.batches.rollout import Rollout, as_rollout, hidden_states
+from fastrl.training.config.stages import SFTConfig, TokenTrainingConfig
+from fastrl.training.models.policy import Policy
+from fastrl.training.models.teacher import check_teacher, load_teacher, teacher_width
 from fastrl.training.parallel.world import World
-from fastrl.training.stages.config import SFTConfig, TokenTrainingConfig
 from fastrl.training.stages.loop import PolicyStage, finish, train_policy
 from fastrl.training.stages.rows import Reader, Tokens
 

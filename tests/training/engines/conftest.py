@@ -12,12 +12,12 @@ import torch
 from digit_models import EXAMPLE, TOKENIZER, narrowed
 from fake_vllm import FakeVLLM
 
-from fastrl.training.common.policy import Policy, load_policy
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
-from fastrl.training.common.settings import load_settings
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.settings import load_settings
+from fastrl.training.config.train import Config
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.vllm_server import VLLMServer
-from fastrl.training.rl.config import Config
+from fastrl.training.models.policy import Policy, load_policy
 
 
 @pytest.fixture(autouse=True)

@@ -14,15 +14,15 @@ from doc_pages import page_of
 from run_files import records
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
-from fastrl.training.common.policy import Policy, load_policy
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
-from fastrl.training.common.settings import load_settings
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.settings import load_settings
+from fastrl.training.config.train import Config
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.engines.sglang import SGLangServer
 from fastrl.training.engines.transformers import TransformersEngine
 from fastrl.training.engines.vllm_server import VLLMServer
-from fastrl.training.rl.config import Config
+from fastrl.training.models.policy import Policy, load_policy
 from fastrl.training.rl.train import train
 
 

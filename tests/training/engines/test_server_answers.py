@@ -13,9 +13,9 @@ import torch
 from fake_vllm import GENERATE, RESET, Reply, always, changed, failure, first, worker_failure
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.rollout import rollout_logprobs
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import rollout_logprobs
+from fastrl.training.data.examples import Example
 from fastrl.training.engines import transfer
 from fastrl.training.engines.protocol import EngineLost
 

@@ -17,13 +17,13 @@ from fake_sglang import LOGPROBS, SAMPLING_LOGPROBS, FakeSGLang
 from tiny_models import tiny_model
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
-from fastrl.training.common.policy import Policy, load_policy
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import EngineLost, EngineUnavailable, Request, Sampling
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.sglang import SGLangServer
 from fastrl.training.engines.weights import PolicyWeights
+from fastrl.training.models.policy import Policy, load_policy
 
 
 @pytest.fixture(autouse=True)

@@ -22,15 +22,15 @@ from real_vllm import INSTALLED, RealVLLM, write_model
 from run_files import checkpoints, records, write_toml
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.policy import Policy, load_policy
-from fastrl.training.common.rollout import Rollout, rollout_logprobs
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import Rollout, rollout_logprobs
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import Weights
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.transfer import FileTransfer
 from fastrl.training.engines.vllm_server import VLLMServer
+from fastrl.training.models.policy import Policy, load_policy
 
 pytestmark = [
     pytest.mark.engine,

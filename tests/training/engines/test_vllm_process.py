@@ -26,13 +26,13 @@ from run_files import records, write_toml
 from safetensors.torch import load_file
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
-from fastrl.training.common.policy import Policy, load_policy
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import Completion, EngineLost, EngineUnavailable, Request, Sampling
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.vllm_process import VLLMProcess
 from fastrl.training.engines.weights import PolicyWeights
+from fastrl.training.models.policy import Policy, load_policy
 
 
 class EngineDeadError(Exception):

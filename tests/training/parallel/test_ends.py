@@ -13,9 +13,9 @@ from run_files import checkpoints, json_lines, write_toml
 from started import started
 
 from fastrl.base.errors import UserError
-from fastrl.training.common import checkpoint
-from fastrl.training.common.checksums import damage
-from fastrl.training.common.sources import Source
+from fastrl.training.data import sources
+from fastrl.training.run import checkpoint
+from fastrl.training.run.checksums import damage
 from fastrl.training.stages.sft import SFT
 
 
@@ -49,11 +49,11 @@ def another_rate(rank):
 
 
 def without_the_data(rank):
-    def rows(self):
-        raise UserError(f"{self.name}: no such file")
+    def lines(path):
+        raise UserError(f"{path}: no such file")
 
     if rank == 1:
-        Source.rows = rows
+        sources._read_json_lines = lines
 
 
 def test_what_differs_on_one_rank(command):

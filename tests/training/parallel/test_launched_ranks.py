@@ -21,8 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 import fastrl.training.parallel.launch as launching
 from fastrl.base.errors import UserError
 from fastrl.training.commands import read_command
-from fastrl.training.common.checksums import damage
 from fastrl.training.parallel.launch import one_voice
+from fastrl.training.run.checksums import damage
 
 TIMEOUT = 120  # seconds, of each command
 KILLS = 3

@@ -19,9 +19,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import fastrl.training.stages.loop as loop
 import fastrl.training.stages.sft as sft
-from fastrl.training.common.policy import load_policy
-from fastrl.training.common.sections import MachineConfig, ModelConfig
+from fastrl.training.config.sections import MachineConfig, ModelConfig
 from fastrl.training.engines.weights import PolicyWeights, merged_weights
+from fastrl.training.models.policy import load_policy
 from fastrl.training.parallel.shard import gathered_state, local_bytes, shard, whole_on_main
 from fastrl.training.parallel.world import joined
 

@@ -24,9 +24,9 @@ from same_runs import assert_same_files, assert_same_steps, folder, metrics
 from started import started
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.checksums import damage
-from fastrl.training.common.sources import Source
+from fastrl.training.data import sources
 from fastrl.training.parallel import world
+from fastrl.training.run.checksums import damage
 
 STEPS = 3
 SLOW = pytest.mark.slow
@@ -219,27 +219,26 @@ def test_other_rows_of_a_stream_on_one_rank(tables, run_on):
 
 
 def without_the_data(number):
-    def rows(self):
-        raise UserError(f"{self.name}: no such file")
+    def lines(path):
+        raise UserError(f"{path}: no such file")
 
     if number == 1:
-        Source.rows = rows
+        sources._read_json_lines = lines
 
 
 def test_a_file_that_one_rank_does_not_find(tables):
     assert_refused(started(command(tables("run")), 2, without_the_data), "prompts.jsonl: no such file")
 
 
-class Lost(Source):
-    """Rows that end with an error after the fourth."""
-
-    def rows(self):
-        yield from list(super().rows())[:4]
-        raise UserError(f"{self.name}: the server does not answer")
+def lost(path, read=sources._read_json_lines):
+    """Rows of the prompts that end with an error after the fourth."""
+    yield from list(read(path))[: 4 if path.name == "prompts.jsonl" else None]
+    if path.name == "prompts.jsonl":
+        raise UserError(f"{path}: the server does not answer")
 
 
 def from_lost_stream(tables):
-    with patch("fastrl.training.rl.config.DataConfig.source", property(lambda self: Lost(str(self.path)))):
+    with patch.object(sources, "_read_json_lines", lost):
         return rank_runs.train("train", tables)
 
 

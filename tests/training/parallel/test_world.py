@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.micro_batch import MicroBatches, Shape
-from fastrl.training.common.sections import MachineConfig
+from fastrl.training.batches.micro_batches import MicroBatches, Shape
+from fastrl.training.config.sections import MachineConfig
 from fastrl.training.parallel.shard import spread_state
 from fastrl.training.parallel.world import ALONE, _device_of, joined
 

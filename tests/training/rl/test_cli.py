@@ -16,8 +16,8 @@ import fastrl.doctor
 from fastrl.base import dependencies
 from fastrl.base.errors import UserError
 from fastrl.cli import COMMANDS, main
-from fastrl.training.common.settings import parse_command_line
-from fastrl.training.rl.config import Config
+from fastrl.training.config.settings import parse_command_line
+from fastrl.training.config.train import Config
 
 
 def test_train_runs_a_config_with_overrides(example, tmp_path, capsys):
@@ -183,7 +183,7 @@ def test_ctrl_c_during_the_imports_ends_in_one_line():
     code = (
         "import os, signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
-        "from fastrl.training.common.interruption import ending_at_once\n"
+        "from fastrl.training.run.interruption import ending_at_once\n"
         "try:\n"
         "    with ending_at_once(): os.kill(os.getpid(), signal.SIGINT)\n"
         "except BaseException: print('swallowed')\n"

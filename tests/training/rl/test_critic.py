@@ -13,10 +13,10 @@ import fastrl
 import fastrl.training.rl.run as running
 import fastrl.training.rl.train as module
 import fastrl.training.rl.update as updating
-from fastrl.training.common.data import Example, TextStream
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.sections import RolloutConfig
-from fastrl.training.rl.config import AdvantagesConfig, KLConfig, PretrainingConfig
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.train import AdvantagesConfig, KLConfig, PretrainingConfig
+from fastrl.training.data.examples import Example, TextStream
 from fastrl.training.rl.controllers import AdaptiveKL
 from fastrl.training.rl.critic import Critic
 from fastrl.training.rl.experience import add_advantages, whitened

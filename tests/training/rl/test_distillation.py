@@ -17,18 +17,19 @@ from teachers import exact_divergence, rename_token, save_teacher, with_tail
 from transformers import set_seed
 
 import fastrl
-import fastrl.training.common.policy as loading
+import fastrl.training.models.policy as loading
 import fastrl.training.rl.train as stepping
 from fastrl.base.errors import UserError
-from fastrl.training.common.checkpoint import TENSORS
-from fastrl.training.common.distillation import Distillation, load_teacher
-from fastrl.training.common.optimizer import cpu_threads
-from fastrl.training.common.sections import ModelConfig, TeacherConfig
-from fastrl.training.common.settings import load_settings
-from fastrl.training.rl.config import Config
+from fastrl.training.batches.distillation import Distillation
+from fastrl.training.config.sections import ModelConfig, TeacherConfig
+from fastrl.training.config.settings import load_settings
+from fastrl.training.config.train import Config
+from fastrl.training.models.teacher import load_teacher
+from fastrl.training.parallel.machine import cpu_threads
 from fastrl.training.rl.evaluation import evaluate
 from fastrl.training.rl.run import make_run
 from fastrl.training.rl.train import train
+from fastrl.training.run.checkpoint import TENSORS
 from fastrl.training.stages import sft
 
 TEMPERATURE, TOP_K = 0.7, 3
@@ -146,7 +147,7 @@ def test_the_likeliest_entries_are_chosen_a_few_rows_at_a_time(policy, distillin
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, sets=False))
     whole = gradients(distilling("forward_kl", TOP_K, 0.0), rollout)
     tile = {"cpu": 5 * (12 * 12 + 96 * 4)}
-    monkeypatch.setattr("fastrl.training.common.distillation.TILE_BYTES", tile)
+    monkeypatch.setattr("fastrl.training.batches.distillation.TILE_BYTES", tile)
     in_parts = gradients(distilling("forward_kl", TOP_K, 0.0), rollout)
     # Products of other numbers of rows sum in another order.
     assert_gradient(in_parts[0], whole[0], 4e-6)

@@ -13,11 +13,11 @@ from run_files import records, repeatable, write_toml
 
 import fastrl.training.rl.evaluation as module
 from fastrl.cli import main
-from fastrl.training.common.data import Example
-from fastrl.training.common.reward import RewardFunction
-from fastrl.training.common.scoring import Rewards
+from fastrl.training.config.train import EvaluationConfig
+from fastrl.training.data.examples import Example
 from fastrl.training.parallel.world import ALONE
-from fastrl.training.rl.config import EvaluationConfig
+from fastrl.training.rewards.functions import RewardFunction
+from fastrl.training.rewards.scoring import Rewards
 from fastrl.training.rl.evaluation import evaluate, majority_at_k, pass_at_k
 from fastrl.training.rl.train import train
 

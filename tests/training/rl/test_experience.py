@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast, set_seed
 import fastrl
 import fastrl.training.rl.run as running
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.rollout import join, rollout_logprobs
-from fastrl.training.common.sections import RolloutConfig
-from fastrl.training.rl.config import AdvantagesConfig, KLConfig
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import join, rollout_logprobs
+from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.train import AdvantagesConfig, KLConfig
+from fastrl.training.data.examples import Example
 from fastrl.training.rl.controllers import AdaptiveKL
 from fastrl.training.rl.experience import _shortened, add_advantages, collect
 

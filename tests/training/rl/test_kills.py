@@ -10,9 +10,9 @@ import pytest
 from run_files import repeatable
 from safetensors.torch import load_file
 
-from fastrl.training.common.checkpoint import NUMBERS
-from fastrl.training.rl.config import Config
+from fastrl.training.config.train import Config
 from fastrl.training.rl.train import train
+from fastrl.training.run.checkpoint import NUMBERS
 
 STEPS = 150  # more than are made until the last kill
 TABLES = {

@@ -17,10 +17,10 @@ import fastrl.training.rl.run as running
 import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
 from fastrl.integrations.transformers import SamplingMaskRecorder
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.policy import checkpointing, load_policy, reference_of
-from fastrl.training.common.rollout import rollout_logprobs
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import rollout_logprobs
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.models.policy import checkpointing, load_policy, reference_of
 
 GRPO = {"objective": {"name": "grpo", "presets": {}, "kl_coef": 0.1}}
 FAST = {"schedule": "constant", "warmup_updates": 0, "lr": 1e-2}

@@ -8,15 +8,16 @@ from transformers import set_seed
 
 import fastrl
 from fastrl.models.patching import replaced
-from fastrl.training.common.distillation import Distillation, load_teacher
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.policy import Policy
-from fastrl.training.common.rollout import rollout_logprobs
-from fastrl.training.common.sections import ModelConfig, TeacherConfig
+from fastrl.training.batches.distillation import Distillation
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import rollout_logprobs
+from fastrl.training.config.sections import ModelConfig, TeacherConfig
+from fastrl.training.config.stages import TokenTrainingConfig
+from fastrl.training.models.policy import Policy
+from fastrl.training.models.teacher import load_teacher
 from fastrl.training.rl.evaluation import evaluate
 from fastrl.training.rl.run import make_run
 from fastrl.training.rl.train import take_step
-from fastrl.training.stages.config import TokenTrainingConfig
 from fastrl.training.stages.dpo import Pair, PreferenceStage
 from fastrl.training.stages.loop import measure
 from fastrl.training.stages.rows import Tokens

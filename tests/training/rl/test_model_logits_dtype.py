@@ -9,11 +9,11 @@ from rollouts import LENGTHS, PROMPTS, make_rollout
 from teachers import save_teacher
 
 from fastrl.planning import plans
-from fastrl.training.common.distillation import Distillation
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.policy import reference_of
-from fastrl.training.common.rollout import hidden_states, rollout_logprobs
-from fastrl.training.common.sections import TeacherConfig
+from fastrl.training.batches.distillation import Distillation
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import hidden_states, rollout_logprobs
+from fastrl.training.config.sections import TeacherConfig
+from fastrl.training.models.policy import reference_of
 from fastrl.training.rl.train import train
 from fastrl.training.stages import sft
 

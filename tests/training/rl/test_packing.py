@@ -18,9 +18,9 @@ import fastrl
 import fastrl.training.rl.run as running
 import fastrl.training.rl.update as updating
 from fastrl.base.errors import UserError
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.policy import check_batches
-from fastrl.training.common.rollout import rollout_logprobs
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import rollout_logprobs
+from fastrl.training.models.policy import check_batches
 
 DEEP = {"num_hidden_layers": 2, "initializer_range": 0.5}
 # Attention that must not cross from one sequence into the next: plain, with a window shorter than a row, learned

@@ -37,8 +37,8 @@ import fastrl.training.rl.train as module
 import fastrl.training.rl.update as updating
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import choose
-from fastrl.training.common.settings import load_settings
-from fastrl.training.rl.config import Config
+from fastrl.training.config.settings import load_settings
+from fastrl.training.config.train import Config
 from fastrl.training.rl.memory import loss_calls
 
 RECIPES = EXAMPLES / "real"

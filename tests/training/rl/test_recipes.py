@@ -22,10 +22,10 @@ from transformers import set_seed
 
 import fastrl.training.rl.train as module
 from fastrl import CovarianceClip
-from fastrl.training.common.rollout import Rollout
-from fastrl.training.common.settings import load_settings
-from fastrl.training.common.timing import Stopwatch
-from fastrl.training.rl.config import Config
+from fastrl.training.batches.rollout import Rollout
+from fastrl.training.config.settings import load_settings
+from fastrl.training.config.train import Config
+from fastrl.training.parallel.timing import Stopwatch
 from fastrl.training.rl.run import Run, make_run
 from fastrl.training.rl.update import accumulate_gradients, pretrain
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastrl.cli import main
-from fastrl.training.common.checkpoint import NUMBERS, TENSORS
-from fastrl.training.common.checksums import CHECKSUMS
 from fastrl.training.rl.train import train
+from fastrl.training.run.checkpoint import NUMBERS, TENSORS
+from fastrl.training.run.checksums import CHECKSUMS
 
 STEPS = 6
 #: A reward that draws from every generator a run has, and sends the signals that a file asks for at the step it says.
@@ -99,7 +99,8 @@ def test_a_killed_run_resumes_at_its_last_checkpoint_and_no_step_is_recorded_twi
     config = prepare("killed", checkpoint_every=2, tensorboard=True)
     ask(4, signal.SIGTERM, signal.SIGTERM)
     code = (
-        "import json, sys; from fastrl.training.rl.config import Config; from fastrl.training.rl.train import train\n"
+        "import json, sys; from fastrl.training.config.train import Config\n"
+        "from fastrl.training.rl.train import train\n"
         "train(Config.model_validate(json.loads(sys.argv[1])))"
     )
     command = [sys.executable, "-c", code, config.model_dump_json()]

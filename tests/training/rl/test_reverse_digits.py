@@ -3,10 +3,10 @@
 import pytest
 from places import EXAMPLES
 
-from fastrl.training.common.log import RunLog
-from fastrl.training.common.settings import load_settings
-from fastrl.training.rl.config import Config
+from fastrl.training.config.settings import load_settings
+from fastrl.training.config.train import Config
 from fastrl.training.rl.train import train
+from fastrl.training.run.log import RunLog
 
 EXAMPLE = EXAMPLES / "reverse_digits" / "config.toml"
 RECIPES = {path.stem: path for path in sorted((EXAMPLES / "recipes").glob("*.toml"))}

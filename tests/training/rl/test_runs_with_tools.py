@@ -10,13 +10,13 @@ from rollouts import play
 from run_files import json_lines, records, write_json_lines
 from transformers import AutoTokenizer
 
-from fastrl.training.common.data import Example
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.rollout import completion_texts, rollout_logprobs
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import completion_texts, rollout_logprobs
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.stages import SampleConfig
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.train import train
-from fastrl.training.stages.config import SampleConfig
 from fastrl.training.stages.sample import sample
 
 # A "=" that the policy writes is answered once, with a digit that nothing else tells.

@@ -10,10 +10,10 @@ from run_files import records
 
 import fastrl
 from fastrl.integrations.transformers import SamplingMaskRecorder
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.rollout import rollout_logprobs
-from fastrl.training.common.sections import RolloutConfig
-from fastrl.training.common.timing import Stopwatch
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import rollout_logprobs
+from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.parallel.timing import Stopwatch
 from fastrl.training.rl.train import train
 from fastrl.training.rl.update import accumulate_gradients
 

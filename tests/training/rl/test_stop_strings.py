@@ -6,9 +6,9 @@ from own_engine import generate
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
-from fastrl.training.common.data import Example
-from fastrl.training.common.rollout import completion_texts
-from fastrl.training.common.sections import RolloutConfig
+from fastrl.training.batches.rollout import completion_texts
+from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import Request, Sampling
 from fastrl.training.engines.transformers import TransformersEngine, _Ends
 

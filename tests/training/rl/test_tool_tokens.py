@@ -22,14 +22,14 @@ from rollouts import (
 
 import fastrl
 from fastrl import SamplingMask
-from fastrl.training.common.distillation import Distillation
-from fastrl.training.common.health import describe
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.rollout import hidden_states, join, rollout_logprobs
-from fastrl.training.common.sections import TeacherConfig
-from fastrl.training.rl.config import AdvantagesConfig, KLConfig
+from fastrl.training.batches.distillation import Distillation
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import hidden_states, join, rollout_logprobs
+from fastrl.training.config.sections import TeacherConfig
+from fastrl.training.config.train import AdvantagesConfig, KLConfig
 from fastrl.training.rl.controllers import AdaptiveKL
 from fastrl.training.rl.experience import add_advantages, whitened
+from fastrl.training.rl.metrics import describe
 
 COUNTED = [True] * 7 + [False]
 TOOL = {"old_logprobs": 9.0, "ref_logprobs": -9.0, "rollout_logprobs": 5.0, "returns": 99.0, "old_values": 77.0}

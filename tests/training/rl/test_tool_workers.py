@@ -9,9 +9,9 @@ from rollouts import play
 from run_files import checkpoints, records
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
-from fastrl.training.common.rollout import completion_texts
-from fastrl.training.common.sections import ModelConfig, RolloutConfig
+from fastrl.training.batches.rollout import completion_texts
+from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.train import train
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.rollout import rollout_logprobs
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import rollout_logprobs
 from fastrl.training.rl.train import train
 
 SAMPLED = {"reward", "reward_std", "without_reward", "without_variance", "length", "truncated"}

@@ -7,9 +7,9 @@ import torch
 from digit_models import OBJECTIVES
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs
 
-from fastrl.training.common.optimizer import make_optimizer
-from fastrl.training.common.sections import OptimizerConfig
+from fastrl.training.config.sections import OptimizerConfig
 from fastrl.training.rl.update import merge_metrics
+from fastrl.training.run.optimizer import make_optimizer
 
 
 def test_merging_weights_by_tokens():

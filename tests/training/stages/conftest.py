@@ -10,8 +10,8 @@ import pytest
 import torch
 from digit_models import TOKENIZER, narrowed
 
-from fastrl.training.common.policy import Policy, load_policy
-from fastrl.training.common.sections import ModelConfig
+from fastrl.training.config.sections import ModelConfig
+from fastrl.training.models.policy import Policy, load_policy
 
 
 @pytest.fixture

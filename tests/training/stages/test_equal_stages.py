@@ -7,9 +7,9 @@ import torch
 from digit_models import gradient_of
 from run_files import config_of, repeatable
 
-from fastrl.training.common.micro_batch import MicroBatches
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.config.stages import TokenTrainingConfig
 from fastrl.training.stages import dpo, sft
-from fastrl.training.stages.config import TokenTrainingConfig
 from fastrl.training.stages.loop import measure
 from fastrl.training.stages.rows import Tokens
 

@@ -9,14 +9,15 @@ from mistakes import error_of
 from run_files import records
 from teachers import exact_divergence, rename_token, save_teacher
 
-import fastrl.training.common.policy as loading
+import fastrl.training.models.policy as loading
 from fastrl.base.errors import UserError
-from fastrl.training.common.distillation import Distillation, load_teacher
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.optimizer import cpu_threads
-from fastrl.training.common.policy import load_policy
-from fastrl.training.common.sections import ModelConfig
-from fastrl.training.stages.config import DistillationConfig, SFTConfig, TokenTrainingConfig
+from fastrl.training.batches.distillation import Distillation
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.config.sections import ModelConfig
+from fastrl.training.config.stages import DistillationConfig, SFTConfig, TokenTrainingConfig
+from fastrl.training.models.policy import load_policy
+from fastrl.training.models.teacher import load_teacher
+from fastrl.training.parallel.machine import cpu_threads
 from fastrl.training.stages.loop import measure
 from fastrl.training.stages.rows import Tokens
 from fastrl.training.stages.sft import SFT, train

@@ -14,11 +14,11 @@ from preferences import PREFERENCES
 from run_files import records
 
 import fastrl
-from fastrl.training.common.checksums import CHECKSUMS, write_checksums
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.policy import load_policy
-from fastrl.training.common.sections import ModelConfig
-from fastrl.training.stages.config import DPOConfig, TokenTrainingConfig
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.config.sections import ModelConfig
+from fastrl.training.config.stages import DPOConfig, TokenTrainingConfig
+from fastrl.training.models.policy import load_policy
+from fastrl.training.run.checksums import CHECKSUMS, write_checksums
 from fastrl.training.stages.dpo import Pair, PreferenceStage, train
 from fastrl.training.stages.loop import measure
 from fastrl.training.stages.rows import Tokens

@@ -9,13 +9,14 @@ from digit_models import MODEL, assert_gradient, gradient_of
 from transformers import AutoModelForSequenceClassification
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example, PromptFormat
-from fastrl.training.common.loading import load_tokenizer
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.policy import load_model
-from fastrl.training.common.reward_model import MEAN, RewardModel, score_sequences
-from fastrl.training.common.sections import ModelConfig
-from fastrl.training.stages.config import RewardModelConfig
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.config.sections import ModelConfig
+from fastrl.training.config.stages import RewardModelConfig
+from fastrl.training.data.examples import Example
+from fastrl.training.data.prompts import PromptFormat
+from fastrl.training.models.loading import load_tokenizer
+from fastrl.training.models.policy import load_model
+from fastrl.training.rewards.model import MEAN, RewardModel, score_sequences
 from fastrl.training.stages.loop import measure, save_model
 from fastrl.training.stages.reward_model import Ranked, RewardModelStage, train
 

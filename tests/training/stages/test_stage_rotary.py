@@ -8,11 +8,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import fastrl.training.stages.sample as sampling
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example
-from fastrl.training.common.reward_model import RewardModel
-from fastrl.training.common.rotary import constant_length
+from fastrl.training.config.stages import SFTConfig
+from fastrl.training.data.examples import Example
+from fastrl.training.models.rotary import constant_length
+from fastrl.training.rewards.model import RewardModel
 from fastrl.training.stages import reward_model
-from fastrl.training.stages.config import SFTConfig
 from fastrl.training.stages.sft import train
 
 ROWS = [{"prompt": "1=", "completion": "23"}, {"prompt": "12345678=", "completion": "9"}]  # of 5 and of 11 tokens

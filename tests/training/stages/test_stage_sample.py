@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
 from fastrl.cli import main
+from fastrl.training.config.stages import SampleConfig
 from fastrl.training.engines.sampler import CompletionSampler
-from fastrl.training.stages.config import SampleConfig
 from fastrl.training.stages.sample import Completion, best_of, sample
 
 REWARDS = """

@@ -10,13 +10,14 @@ from run_files import json_lines, records
 from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
-from fastrl.training.common.data import Example, PromptFormat
-from fastrl.training.common.micro_batch import MicroBatches
-from fastrl.training.common.policy import load_policy
-from fastrl.training.common.rollout import completion_texts
-from fastrl.training.common.sections import ModelConfig, OptimizerConfig, RolloutConfig
-from fastrl.training.common.transcript import Transcript
-from fastrl.training.stages.config import SFTConfig, TokenTrainingConfig
+from fastrl.training.batches.micro_batches import MicroBatches
+from fastrl.training.batches.rollout import completion_texts
+from fastrl.training.config.sections import ModelConfig, OptimizerConfig, RolloutConfig
+from fastrl.training.config.stages import SFTConfig, TokenTrainingConfig
+from fastrl.training.data.examples import Example
+from fastrl.training.data.prompts import PromptFormat
+from fastrl.training.data.transcript import Transcript
+from fastrl.training.models.policy import load_policy
 from fastrl.training.stages.loop import _check_finite, _clip, measure, save_model
 from fastrl.training.stages.rows import Tokens
 from fastrl.training.stages.sft import SFT, train
@@ -156,7 +157,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings, write_rows, tmp_path)
 
 def test_an_update_is_halved_until_it_fits_and_the_header_says_so(settings, write_rows, tmp_path, monkeypatch, capsys):
     path = write_rows([{"prompt": "12=", "completion": "21"}] * 8)
-    monkeypatch.setattr("fastrl.training.common.expected_memory.free_bytes", lambda device: 1)
+    monkeypatch.setattr("fastrl.training.batches.memory.free_bytes", lambda device: 1)
     tables = settings(path, data={"eval_path": str(path)})
     train(SFTConfig.model_validate(tables))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["micro_batch_tokens"] == 6  # a row

@@ -1,0 +1,1 @@
+"""`fastrl init`: a first config for a model and a dataset."""

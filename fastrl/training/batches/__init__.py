@@ -1,0 +1,1 @@
+"""Completions as tensors, cut into micro-batches, and the memory that computing with them takes."""

@@ -1,0 +1,1 @@
+"""Rows of datasets: where they are read from, and prompts as the model's input."""

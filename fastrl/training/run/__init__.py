@@ -1,0 +1,1 @@
+"""A run's folder and its course: lock, checkpoints, log, signals, optimizer."""
