@@ -23,7 +23,7 @@ OPTIONAL = {
     "data.path: Parquet, a hub's dataset": ("datasets", "pyarrow"),
     "reward.function: fastrl.rewards.math": ("math_verify",),
     "rollout.url: vLLM's or SGLang's server": ("httpx2",),
-    "rollout.engine: vLLM in the trainer": ("vllm",),
+    "rollout.url: weights by NCCL, CUDA IPC": ("vllm",),
     "model.lora_rank": ("peft",),
     "logging.wandb": ("wandb",),
 }

@@ -58,7 +58,7 @@ def servers(name: str) -> list[tuple[list[str], Config]]:
 def test_each_recipe_has_a_page_that_the_index_names() -> None:
     assert set(RECIPES) == {path.stem for path in (EXAMPLES / "real").glob("*.toml")} - {
         "gsm8k",  # the part that some share
-        "gsm8k_qwen3_0.6b_in_process",  # on the page of the other one
+        "gsm8k_qwen3_0.6b_one_gpu",  # on the page of the other one
     }
     index = (PAGES / "README.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"(?m)^\| \[(.+?)\]\(\1\.md\)", index)) == RECIPES

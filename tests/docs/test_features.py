@@ -265,129 +265,82 @@ ENGINES = "Training: features and engines"
 URL = 'rollout.url = "http://127.0.0.1:8000"'
 OF_ENGINES = {
     "`transformers`": ['rollout.engine = "transformers"'],
-    "`vllm`, server": ['rollout.engine = "vllm"', URL],
-    "`vllm`, in process": ['rollout.engine = "vllm"'],
-    "`sglang`": ['rollout.engine = "sglang"', URL],
-    "your own": ['rollout.engine = "my_engine.py:make"'],
+    "`vllm`": ['rollout.engine = "vllm"', URL],
+    "your own": ['rollout.engine = "my_engine.py:make"', URL],
 }
 #: The tests that the cells rest on, in the order of the columns; of a `no` without one, the config is refused.
 TESTED_IN: dict[str, tuple[str | None, ...]] = {
     "log-probabilities of what was drawn": (
         "models/test_generation_recorder.py::test_recorded_logprobs_are_those_of_training",
         "training/engines/test_vllm.py::test_log_probabilities_are_the_policys_after_each_update",
-        "training/engines/test_vllm_process.py::test_training_steps",
-        "training/engines/test_sglang.py::test_a_rollout",
         "training/engines/test_engine_choice.py::test_the_pages_engine_draws",
     ),
-    "weights by NCCL": (
-        None,
-        "training/engines/test_weights.py::test_the_port_of_the_meeting_is_nobody_elses",
-        *[None] * 3,
-    ),
-    "weights by CUDA IPC": (
-        None,
-        None,
-        "training/engines/test_vllm_process.py::test_sleep_and_ipc_on_a_shared_gpu",
-        None,
-        None,
-    ),
+    "weights by NCCL": (None, "training/engines/test_weights.py::test_the_port_of_the_meeting_is_nobody_elses", None),
+    "weights by CUDA IPC": (None, "training/engines/test_server_answers.py::test_sleep_and_ipc_on_a_shared_gpu", None),
     "weights by a file": (
         None,
         "training/engines/test_vllm.py::test_log_probabilities_are_the_policys_after_each_update",
-        "training/engines/test_vllm_process.py::test_training_steps",
-        "training/engines/test_sglang.py::test_weights_go_through_a_file_while_it_is_paused",
         None,
     ),
     "`model.lora_rank = 8`": (
         "training/rl/test_controllers.py::test_an_adaptive_run_resumes_bit_for_bit",
         "training/engines/test_vllm.py::test_log_probabilities_are_the_policys_after_each_update",
         None,
-        None,
-        None,
     ),
     "`rollout.top_k = 50`": (
         "training/rl/test_sampling_masks.py::test_logprobs_are_the_samplers_and_without_the_mask_lack_the_lost_mass",
         "training/engines/test_server_answers.py::test_sampling_masks_are_kept",
-        "training/engines/test_vllm_process.py::test_completions_of_vllms_classes",
-        "training/engines/test_sglang.py::test_truncation_has_the_logprobs_over_the_supports",
         "training/rl/test_turns.py::test_a_token_of_a_tool_has_no_support",
     ),
     "`rollout.top_p = 0.9` without `top_k`": (
         "training/rl/test_sampling_masks.py::test_a_run_with_truncated_sampling",
-        None,
-        None,
         None,
         "training/rl/test_turns.py::test_a_token_of_a_tool_has_no_support",
     ),
     "`rollout.keep_routing = true`": (
         "training/rl/test_runs_with_tools.py::test_the_trainers_logprobs_are_the_samplers_at_the_policys_tokens",
         "models/test_routing_from_vllm.py::test_every_form_that_vllm_sends",
-        "training/engines/test_vllm_process.py::test_completions_of_vllms_classes",
-        "training/engines/test_sglang.py::test_routed_experts",
         "docs/test_features_of_engines.py::test_an_engine_of_ones_own_sleeps_and_records_experts",
     ),
     '`rollout.stop = ["</answer>"]`': (
         "training/rl/test_stop_strings.py::test_a_completion_is_the_same_one_cut_after_the_first_stop_string",
         "training/engines/test_vllm.py::test_stop_strings_end_a_completion_with_their_last_token",
-        "training/engines/test_vllm_process.py::test_parameters_of_a_request",
-        "training/engines/test_sglang.py::test_a_request_for_each_completion",
         "training/rl/test_turns.py::test_turns_alternate_until_the_tools_have_nothing_to_say",
     ),
     '`rollout.tools = "tools.py:answer"`': (
         "training/rl/test_runs_with_tools.py::test_steps_and_evaluations_use_tools",
         "docs/test_features_of_engines.py::test_tools_with_a_server_that_plays_vllm",
-        None,
-        None,
         "training/rl/test_turns.py::test_turns_alternate_until_the_tools_have_nothing_to_say",
     ),
     '`rollout.ahead = 1` with `rollout_correction.level = "token"`': (
         None,
-        "training/engines/test_server_runs.py::test_ahead_draws_a_step_with_the_weights_before_its_update",
-        "training/engines/test_vllm_process.py::test_training_steps",
-        None,
+        "training/engines/test_vllm.py::test_a_run_that_draws_ahead_has_the_weights_before_its_update",
         "training/rl/test_runs_with_tools.py::test_tools_work_in_the_thread_that_draws_ahead",
     ),
     "`rollout.sleep = true`": (
         None,
         "training/engines/test_server_answers.py::test_sleep_wake_up_and_weights_in_this_order",
-        "training/engines/test_vllm_process.py::test_sleep_and_ipc_on_a_shared_gpu",
-        "training/engines/test_sglang.py::test_sleep_frees_all_memory",
         "docs/test_features_of_engines.py::test_an_engine_of_ones_own_sleeps_and_records_experts",
     ),
     "a seed for each request": (
         "training/rl/test_equal_runs.py::test_steps_do_not_depend_on_batches",
         "training/engines/test_vllm.py::test_what_is_asked_for_is_drawn",
-        "training/engines/test_vllm_process.py::test_parameters_of_a_request",
-        "training/engines/test_sglang.py::test_a_request_for_each_completion",
         "training/engines/test_engine_choice.py::test_the_pages_engine_draws",
     ),
     "an engine that dies is waited for": (
         None,
         "training/engines/test_vllm.py::test_kill_9_of_the_server_is_waited_for",
-        "training/engines/test_vllm_process.py::test_the_death_of_its_process",
-        "training/engines/test_sglang.py::test_a_server_that_was_started_anew_gets_the_weights_again",
         "training/rl/test_turns.py::test_what_is_there_outlives_the_engines_absence",
     ),
     "`--resume` after `kill -9`": (
         "training/rl/test_kills.py::test_twenty_kills_at_random_moments_change_no_metric",
         "training/engines/test_vllm.py::test_kill_9_of_the_trainer_and_resume",
         None,
-        None,
-        None,
     ),
     '`rollout.api_key_file = "key"`': (
         None,
         "training/engines/test_server_answers.py::test_a_server_with_a_key",
-        None,
         "training/engines/test_sglang.py::test_a_server_with_a_key",
-        None,
-    ),
-    "`rollout.engine_options = { max_num_seqs = 8 }`": (
-        None,
-        None,
-        "training/engines/test_vllm_process.py::test_training_steps",
-        None,
-        None,
     ),
 }
 
@@ -417,8 +370,8 @@ def test_engines(configured: Callable[..., str], row: str) -> None:
             found = read_tests(file)
             assert name in found, f"{where}: {test} is no test"
             vllm = "vllm" in column
-            if cell in ("yes", "stand-in") and (vllm or column == "`sglang`"):
-                assert cell == ("yes" if vllm and of_the_engine_itself(file, found[name]) else "stand-in"), where
+            if cell in ("yes", "stand-in") and vllm:
+                assert cell == ("yes" if of_the_engine_itself(file, found[name]) else "stand-in"), where
             else:
                 assert cell in ("yes", "no"), where
             assert not refused, f"{where}: {refused}"

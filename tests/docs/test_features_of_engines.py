@@ -43,7 +43,7 @@ def test_tools_with_a_server_that_plays_vllm(server: FakeVLLM, tmp_path: Path) -
     settings = RolloutConfig(
         engine="vllm", url=server.url, stop=["="], tools=f"{tmp_path}/tools.py:answer", max_turns=3, max_new_tokens=24
     )
-    rollout = make_sampler(policy, settings, model, 0).draw([Example("", {}, [3 + i, 4, 1]) for i in range(8)])
+    rollout = make_sampler(policy, settings, 0).draw([Example("", {}, [3 + i, 4, 1]) for i in range(8)])
     assert rollout.drawn is not None and rollout.rollout_logprobs is not None
     answered = rollout.completion_mask & ~rollout.drawn
     assert {2, 4} <= set(answered.sum(1).tolist())  # one answer of two tokens, or two

@@ -108,8 +108,6 @@ def refused(pair: Ranks, tables: dict[str, Any], capsys: pytest.CaptureFixture[s
     yield on_ranks("training", shard=3)
     with patch.object(parallel, "find_device", torch.device):
         yield said(parallel._device_of, "cuda:0", 0)
-    tables |= {"reward": {"function": "fastrl.rewards.length"}, "objective": {"name": "grpo"}}
-    yield on_ranks("rollout", command="train", engine="vllm")
     yield unlike("training.seed", 0, 1)
     yield unlike("version of torch", "2.13.0", "2.12.0")
     yield unlike("data.path", "2 rows, digest 3f0a", "3 rows, digest 77c1")

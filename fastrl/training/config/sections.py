@@ -154,11 +154,10 @@ class RolloutConfig(Section):
     """How completions are sampled."""
 
     engine: Annotated[str, Location(dotted=True)] = "transformers"
-    """What draws completions: transformers (generate, in this process), vllm, sglang, or path/to/file.py:function,
+    """What draws completions: transformers (generate, in this process), vllm (a server), or path/to/file.py:function,
     which is called with the policy and this table and returns an engine."""
     url: str | None = None
-    """The address of the engine's server, such as "http://127.0.0.1:8000". Without it, vllm runs in processes that the
-    command starts. sglang needs it."""
+    """The address of the engine's server, such as "http://127.0.0.1:8000"."""
     api_key_file: Annotated[Path | None, Location()] = None
     """A file that holds the server's key (--api-key) and nothing else. Logs, checkpoints and saved configs have the
     file's name, never the key."""
@@ -170,8 +169,6 @@ class RolloutConfig(Section):
     It needs an objective or a [rollout_correction] that corrects for that."""
     sleep: bool = False
     """The engine frees its memory while the policy is updated, for an engine and a trainer on one GPU."""
-    engine_options: dict[str, Any] = Field({})
-    """For vllm without a url: arguments of vllm.LLM."""
     stop: list[str] = Field([])
     """Texts that end a completion, or with tools the policy's turn, as EOS does. They are part of the completion."""
     tools: Annotated[str | None, Location()] = None
@@ -221,24 +218,23 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _has_engine(self) -> "RolloutConfig":
-        served = self.engine in ("vllm", "sglang")
-        if self.engine == "sglang" and self.url is None:
-            raise ValueError('url: required for engine = "sglang", but not given')
-        if self.url is not None and not served:
-            raise ValueError(f'url: is for engine = "vllm" or "sglang", got engine = {self.engine!r}')
+        if self.engine == "vllm" and self.url is None:
+            raise ValueError(
+                'url: required for engine = "vllm", but not given; start a server (docs/engines.md) and name it'
+            )
+        if self.engine == "transformers" and self.url is not None:
+            raise ValueError('url: is for engine = "vllm" or an engine of your own, got engine = "transformers"')
         if self.api_key_file is not None and self.url is None:
             raise ValueError("api_key_file: is for a server, which url names")
-        if self.engine_options and (self.engine != "vllm" or self.url is not None):
-            raise ValueError('engine_options: is for engine = "vllm" without a url')
         if self.engine == "transformers" and (self.ahead or self.sleep):
             raise ValueError(
                 f"{'ahead' if self.ahead else 'sleep'}: needs an engine besides the policy, got transformers"
             )
         if self.ahead and self.sleep:
             raise ValueError("sleep: an engine that draws ahead has no time to sleep; leave one of them out")
-        if served and self.truncates and self.top_k == 0:
+        if self.engine == "vllm" and self.truncates and self.top_k == 0:
             raise ValueError(
-                "top_k: vLLM and SGLang record what top_p and min_p leave only where top_k bounds its size; "
+                "top_k: vLLM records what top_p and min_p leave only where top_k bounds its size; "
                 "set it (1000 is hardly felt beside top_p = 0.95), or leave top_p and min_p out"
             )
         if any(not text for text in self.stop):

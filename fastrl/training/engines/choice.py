@@ -6,7 +6,7 @@ from typing import Any
 
 from fastrl.base.errors import UserError
 from fastrl.planning.budget import parse_budget
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.config.settings import import_for
 from fastrl.training.engines.protocol import Engine
 from fastrl.training.engines.sampler import CompletionSampler
@@ -24,19 +24,18 @@ METHODS = ("generate", "update_weights", "sleep", "wake_up")
 def make_sampler(
     policy: Policy,
     settings: RolloutConfig,
-    model: ModelConfig,
     seed: int,
     longest: int | None = None,
     template: Mapping[str, Any] | None = None,
     world: World = ALONE,
 ) -> CompletionSampler:
-    """The sampler of a command. `longest` is the length of prompt and completion that the engine must take.
+    """The sampler of a command. `longest` is the length of prompt and completion that a server must take.
 
     `template` holds arguments of the chat template, with which tools' messages are written.
 
     Raises UserError for an engine that cannot be made; a server is not asked before the first completions are drawn.
     """
-    engine = _make_engine(policy, settings, model, longest)
+    engine = _make_engine(policy, settings, longest)
     if settings.tools is not None:
         pool = None
         if settings.tool_workers:
@@ -47,28 +46,19 @@ def make_sampler(
     return CompletionSampler(engine, policy, settings, seed, world)
 
 
-def _make_engine(policy: Policy, settings: RolloutConfig, model: ModelConfig, longest: int | None) -> Engine:
-    if settings.url is not None:
+def _make_engine(policy: Policy, settings: RolloutConfig, longest: int | None) -> Engine:
+    if settings.engine == "transformers":
+        return checked_engine(policy, settings.batch_size)
+    if settings.engine == "vllm":
         import_for("rollout.url", "httpx2")
-    match settings.engine:
-        case "transformers":
-            return checked_engine(policy, settings.batch_size)
-        case "vllm" if settings.url is None:
-            from fastrl.training.engines.vllm_process import VLLMProcess
+        from fastrl.training.engines.vllm_server import VLLMServer
 
-            return VLLMProcess(policy, settings, model, longest)
-        case "vllm":
-            from fastrl.training.engines.vllm_server import VLLMServer
-
-            return VLLMServer(policy, settings, longest)
-        case "sglang":
-            from fastrl.training.engines.sglang import SGLangServer
-
-            return SGLangServer(policy, settings, longest)
-    function = import_function(settings.engine, "rollout.engine", ", transformers, vllm or sglang")
+        return VLLMServer(policy, settings, longest)
+    others = ", transformers or vllm (for SGLang examples/engines/sglang.py:make)"
+    function = import_function(settings.engine, "rollout.engine", others)
     try:
         with foreign_code():
-            engine: Any = function(policy, settings)
+            engine = function(policy, settings)
     except UserError:
         raise
     except Exception as error:  # foreign code: its user must fix whatever it raises
@@ -79,5 +69,4 @@ def _make_engine(policy: Policy, settings: RolloutConfig, model: ModelConfig, lo
             f"rollout.engine: {settings.engine} returned {type(engine).__name__}, which has no method "
             f"{', '.join(missing)}; an engine has {', '.join(METHODS)}"
         )
-    made: Engine = engine
-    return made
+    return engine

@@ -1,12 +1,14 @@
-"""How weights reach vLLM: by its own transfer engines (NCCL, CUDA IPC), or by a file that its workers read.
+"""How weights reach vLLM's server: by vLLM's own transfer engines (NCCL, CUDA IPC), or by a file that its workers read.
 
-The engine chooses with --weight-transfer-config '{"backend": ...}': "nccl" between GPUs, "ipc" on a GPU that both use,
+The server chooses with --weight-transfer-config '{"backend": ...}': "nccl" between GPUs, "ipc" on a GPU that both use,
 and "fastrl" for a file in shared memory or on a shared disk (`fastrl.integrations.vllm_weights`, which vLLM finds where
 fastrl is installed beside it). The first two need vLLM in the trainer's environment too: its sender is used as it is.
 """
 
+import base64
 import fcntl
 import os
+import pickle
 import shutil
 import socket
 import tempfile
@@ -14,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from fastrl.base.errors import UserError
 from fastrl.training.config.settings import import_for
-from fastrl.training.engines.protocol import Weights
+from fastrl.training.engines.http import Server
+from fastrl.training.engines.protocol import EngineFailed, Weights
 
 HOW = (
     'start the engine with --weight-transfer-config \'{"backend": "nccl"}\' (between GPUs), "ipc" (on the trainer\'s '
@@ -34,55 +37,72 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "fastrl-weights-"
 
 
-class Control(Protocol):
-    """vLLM's steps of a weight update, as its server and its in-process engine have them."""
+class Control:
+    """The steps of a weight update on the server, by the names that vLLM's senders call them."""
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-    def start_weight_update(self) -> None: ...
-    def update_weights(self, update_info: Any) -> None: ...
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    def __init__(self, server: Server, timeout: float) -> None:
+        """`timeout` is the number of seconds that a step may take."""
+        self.server, self.timeout = server, timeout
+        self.version: str | None = None  # of the weights that are sent, which vLLM's senders leave out
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        self.server.post(path, body, self.timeout)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Tell the workers where they meet the trainer."""
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Begin; an update that a trainer left open when it was killed is ended, as all weights follow now."""
+        try:
+            self._post("/start_weight_update")
+        except EngineFailed as error:
+            if "already active" not in str(error):
+                raise
+            self._post("/finish_weight_update", {"weight_version": None})
+            self._post("/start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Have some weights loaded."""
+        handles = update_info.get("ipc_handles")
+        if handles is not None:  # which JSON cannot hold; vLLM's own client sends them in this form
+            pickled = base64.b64encode(pickle.dumps(handles)).decode()
+            update_info = {**update_info, "ipc_handles": None, "ipc_handles_pickled": pickled}
+        self._post("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End it; the weights have the version then."""
+        self._post("/finish_weight_update", {"weight_version": weight_version or self.version})
 
 
-class Transfer(Protocol):
-    """A way for weights."""
+def make_transfer(backend: str | None, control: Control, dtype: torch.dtype, workers: int) -> "Transfer":
+    """The way that the server was started with.
 
-    def send(self, version: str, weights: Weights) -> None:
-        """Replace the engine's weights, whose version is then this one."""
-
-    def close(self) -> None:
-        """Remove what it left behind."""
-
-
-def make_transfer(
-    backend: str | None, control: Control, dtype: torch.dtype, host: str | None, workers: int
-) -> Transfer:
-    """The way that the engine was started with. `host` is None for an engine in this process.
-
-    Raises UserError for an engine that has none, one that is not known here, or one that several processes cannot use.
+    Raises UserError for a server that has none, one that is not known here, or one that several processes cannot use.
     """
     if backend == "fastrl":
-        return FileTransfer(control, dtype, host)
+        return FileTransfer(control, dtype)
     if backend == "ipc" and dist.is_initialized() and dist.get_world_size() > 1:  # its sender calls all of the group
         raise UserError(
             'rollout.url: the weight transfer backend "ipc" shares one process\'s GPU, and the trainer has '
             f'{dist.get_world_size()} processes; start the engine with "nccl" or "fastrl"'
         )
     if backend in ("nccl", "ipc"):
-        return VLLMTransfer(backend, control, dtype, host, workers)
+        return VLLMTransfer(backend, control, dtype, workers)
     what = "no way to take new weights" if backend is None else f"the weight transfer backend {backend!r}"
     raise UserError(f"rollout.url: the engine has {what}; {HOW}")
 
 
 class FileTransfer:
-    """A safetensors file, in shared memory for an engine on this machine, else in the directory for temporary files."""
+    """A safetensors file, in shared memory for a server on this machine, else in the directory for temporary files."""
 
-    def __init__(self, control: Control, dtype: torch.dtype, host: str | None) -> None:
-        self.control, self.dtype, self.host = control, dtype, host
+    def __init__(self, control: Control, dtype: torch.dtype) -> None:
+        self.control, self.dtype = control, dtype
         control.init_weight_transfer_engine({})
 
     def send(self, version: str, weights: Weights) -> None:
-        """Write the file, have it read, remove it."""
-        with weights_file(weights.cast(self.dtype), self.host) as path:
+        """Replace the server's weights, whose version is then this one."""
+        with weights_file(weights.cast(self.dtype), self.control.server.host) as path:
             self.control.start_weight_update()
             self.control.update_weights({"path": str(path)})
             self.control.finish_weight_update(version)
@@ -92,21 +112,30 @@ class FileTransfer:
 
 
 @contextmanager
-def weights_file(weights: Weights, host: str | None) -> Iterator[Path]:
-    """The path of a file with the weights that an engine on this host (None: here) can read, in a directory of its own.
+def weights_file(weights: Weights, host: str) -> Iterator[Path]:
+    """The path of a safetensors file that a server on this host can read, in a directory of its own.
 
     Raises UserError if there is no room for it.
     """
-    near = (host is None or is_local(host)) and SHARED_MEMORY.is_dir()
+    near = is_local(host) and SHARED_MEMORY.is_dir()
     parent = SHARED_MEMORY if near else Path(tempfile.gettempdir())
     _remove_abandoned(parent)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as directory:
         descriptor = os.open(directory, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield write_weights(Path(directory), weights)
+            yield _write(weights, Path(directory) / "model.safetensors", near)
         finally:
             os.close(descriptor)
+
+
+def _write(weights: Weights, path: Path, shared: bool) -> Path:
+    try:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, path)
+    except (OSError, SafetensorError) as error:
+        hint = "; a container has as much shared memory as it is given (docker's --shm-size)" if shared else ""
+        raise UserError(f"{path}: cannot write the weights for the engine: {error}{hint}") from error
+    return path
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -126,29 +155,16 @@ def _remove_abandoned(parent: Path) -> None:
                 os.close(descriptor)
 
 
-def write_weights(directory: Path, weights: Weights) -> Path:
-    """`model.safetensors` in a directory. Raises UserError if there is no room for it."""
-    path = directory / "model.safetensors"
-    try:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, path)
-    except (OSError, SafetensorError) as error:
-        path.unlink(missing_ok=True)
-        hint = "; a container has as much shared memory as it is given (docker's --shm-size)"
-        shared = hint if directory.is_relative_to(SHARED_MEMORY) else ""
-        raise UserError(f"{path}: cannot write the weights for the engine: {error}{shared}") from error
-    return path
-
-
 class VLLMTransfer:
     """vLLM's own sender, NCCL or CUDA IPC."""
 
-    def __init__(self, backend: str, control: Control, dtype: torch.dtype, host: str | None, workers: int) -> None:
+    def __init__(self, backend: str, control: Control, dtype: torch.dtype, workers: int) -> None:
         import_for(f'An engine with the weight transfer backend "{backend}"', "vllm")
-        self.backend, self.control, self.dtype, self.host, self.workers = backend, control, dtype, host, workers
+        self.backend, self.control, self.dtype, self.workers = backend, control, dtype, workers
         self.sender: Any = None
 
     def send(self, version: str, weights: Weights) -> None:
-        """Send all weights; the first time also meet the engine's workers."""
+        """Replace the server's weights, whose version is then this one; the first time also meet its workers."""
         from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
 
         class Source(WeightSource):
@@ -160,20 +176,11 @@ class VLLMTransfer:
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
                 return iter(cast)
 
-        class Versioned:
-            """The control, with the version that vLLM's senders leave out."""
-
-            def __getattr__(_, name: str) -> Any:
-                return getattr(control, name)
-
-            def finish_weight_update(_, weight_version: str | None = None) -> None:
-                control.finish_weight_update(version)
-
-        cast, control = weights.cast(self.dtype), self.control
+        cast, self.control.version = weights.cast(self.dtype), version
         if self.sender is None:
             with self._meeting() as meeting:
-                self.sender = WeightTransferTrainerFactory.trainer_init(meeting, client=Versioned(), source=Source())
-        self.sender.client, self.sender.source = Versioned(), Source()
+                self.sender = WeightTransferTrainerFactory.trainer_init(meeting, client=self.control, source=Source())
+        self.sender.source = Source()
         self.sender.send_weights()
 
     @contextmanager
@@ -186,7 +193,7 @@ class VLLMTransfer:
             return
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        address = _own_address(self.host)
+        address = _own_address(self.control.server.host)
         with _held_port(address) as port:
             yield NCCLTrainerInitInfo(rank=0, world_size=1 + self.workers, master_address=address, master_port=port)
 
@@ -196,14 +203,17 @@ class VLLMTransfer:
             self.sender.shutdown()
 
 
+Transfer = FileTransfer | VLLMTransfer
+
+
 def is_local(host: str) -> bool:
     """Whether a host is this machine by its loopback address."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _own_address(host: str | None) -> str:
-    """This machine's address as the engine's host sees it."""
-    if host is None or is_local(host):
+def _own_address(host: str) -> str:
+    """This machine's address as the server's host sees it."""
+    if is_local(host):
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: it only chooses the interface

@@ -6,8 +6,6 @@
 Written against vLLM 0.32. How weights travel is the server's --weight-transfer-config, see `transfer`.
 """
 
-import base64
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,8 +18,7 @@ from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.engines.completions import Drawn, check_tokenizer, checked
 from fastrl.training.engines.http import HEALTH, KEY_HINT, Server
 from fastrl.training.engines.protocol import Completion, EngineFailed, EngineUnavailable, Request, Sampling, Weights
-from fastrl.training.engines.transfer import Transfer, make_transfer
-from fastrl.training.engines.vllm_params import sampling_params
+from fastrl.training.engines.transfer import Control, Transfer, make_transfer
 from fastrl.training.models.policy import Policy
 
 GENERATE = "/inference/v1/generate"
@@ -125,8 +122,8 @@ class VLLMServer:
         dtype = getattr(torch, str(model.get("dtype")).removeprefix("torch."), torch.float32)
         if self._get("/is_sleeping", "is_sleeping"):  # since a run that was killed
             self.wake_up()
-        control = HTTPControl(self.server, self.settings.timeout)
-        return make_transfer(backend, control, dtype, self.server.host, int(self._get("/get_world_size", "world_size")))
+        control = Control(self.server, self.settings.timeout)
+        return make_transfer(backend, control, dtype, int(self._get("/get_world_size", "world_size")))
 
     def _decode(self, ids: list[int]) -> Any:
         answer = self.server.post("/detokenize", {"tokens": ids}, timeout=self.settings.timeout)
@@ -154,38 +151,29 @@ class VLLMServer:
             )
 
 
-class HTTPControl:
-    """The steps of a weight update on a server; see `transfer.Control`."""
+def sampling_params(request: Request, sampling: Sampling, records_supports: bool) -> dict[str, Any]:
+    """The parameters of a request. All that truncates is given: a model's own generation config would fill the rest.
 
-    def __init__(self, server: Server, timeout: float) -> None:
-        """`timeout` is the number of seconds that a step may take."""
-        self.server, self.timeout = server, timeout
-
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        self.server.post(path, body, self.timeout)
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        try:
-            self._post("/start_weight_update")
-        except EngineFailed as error:
-            if "already active" not in str(error):
-                raise
-            # A trainer that was killed in the middle of an update left it open; all weights follow now.
-            self.finish_weight_update()
-            self._post("/start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        handles = update_info.get("ipc_handles")
-        if handles is not None:  # which JSON cannot hold; vLLM's own client sends them in this form
-            pickled = base64.b64encode(pickle.dumps(handles)).decode()
-            update_info = {**update_info, "ipc_handles": None, "ipc_handles_pickled": pickled}
-        self._post("/update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._post("/finish_weight_update", {"weight_version": weight_version})
+    With `records_supports` the server was started to record sampling masks, and refuses a temperature of 0.
+    """
+    greedy_by_top_k = records_supports and sampling.temperature == 0
+    return {
+        "n": request.n,
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+        "temperature": 1.0 if greedy_by_top_k else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": 1 if greedy_by_top_k else sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": list(sampling.eos_token_ids),
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        **({"logprobs": 0} if sampling.logprobs else {}),
+    }
 
 
 def completions(answer: Any, request: Request, sampling: Sampling, url: str) -> list[Completion]:

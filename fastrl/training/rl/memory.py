@@ -7,14 +7,12 @@ import torch
 
 from fastrl import REINFORCE, Objective
 from fastrl.objectives.row_local import Given
-from fastrl.planning.budget import memory_bytes
 from fastrl.training.batches import memory as expected_memory
 from fastrl.training.batches.loss_calls import LossCall, chosen_plans
 from fastrl.training.batches.memory import Expected, activation_bytes
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.config.objective import ranks_tokens, reads_sampler
 from fastrl.training.config.train import Config, DistillationConfig
-from fastrl.training.engines.vllm_process import GPU_SHARE
 from fastrl.training.models.policy import Policy
 from fastrl.training.models.teacher import teacher_width
 from fastrl.training.parallel.world import World
@@ -85,17 +83,7 @@ def with_micro_batches(
         [policy.model, *others],
         (config.minibatch * length, length, length),
         lambda tokens: chosen_plans(config.training, config.model, policy, loss_calls(config, objective, tokens)),
-        reserved=_engine_bytes(config, policy),
         text=activation_bytes(policy.model, config.model, text.batch_size * text.length, text.length) if text else 0,
         cut=not ranks_tokens(objective),
         world=world,
     )
-
-
-def _engine_bytes(config: Config, policy: Policy) -> float:
-    """What an engine of the run's own will take of the policy's GPU, and keep during an update."""
-    rollout = config.rollout
-    if policy.device.type != "cuda" or rollout.engine != "vllm" or rollout.url is not None or rollout.sleep:
-        return 0.0
-    share: float = rollout.engine_options.get("gpu_memory_utilization", GPU_SHARE)
-    return share * memory_bytes("cuda", policy.device.index)

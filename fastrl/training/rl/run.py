@@ -130,7 +130,7 @@ def make_run(config: Config, world: World = ALONE) -> Run:
     for model in [policy.model, *others]:
         fix_frequencies(model, max(longest or limit or 0, pretraining.length if pretraining else 0))
     template = config.data.chat_template_kwargs
-    completions = make_sampler(policy, config.rollout, config.model, training.seed, longest, template, world)
+    completions = make_sampler(policy, config.rollout, training.seed, longest, template, world)
     stream = None if pretraining is None else TextStream(pretraining.path, policy.tokenizer, pretraining.length)
     groups = [(list(policy.model.parameters()), settings.peak)]
     if critic is not None and config.critic is not None:

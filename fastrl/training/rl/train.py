@@ -64,11 +64,6 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     prompts, completions = config.rollout.prompts_per_step, config.rollout.num_generations
     what = f"{config.name}: {steps} steps of {prompts} prompts x {completions} completions"
     with prepared(config, "train", "training.steps", what, resume) as (world, checkpoint), ExitStack() as stack:
-        if world.size > 1 and config.rollout.engine == "vllm" and config.rollout.url is None:
-            raise UserError(
-                "rollout.engine: vLLM in the trainer's own process draws for that process alone; start a server, and "
-                "set rollout.url to it"
-            )
         run = make_run(as_started(config, checkpoint, world), world)
         stack.enter_context(closing(run.functions))
         config = run.config

@@ -55,7 +55,6 @@ FREE = (
     "rollout.api_key_file",
     "rollout.timeout",
     "rollout.sleep",
-    "rollout.engine_options",
     "data.overlong_prompts",  # no overlong prompt was drawn under either
 )
 

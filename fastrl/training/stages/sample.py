@@ -106,7 +106,7 @@ def sample(config: SampleConfig) -> Tally:
         longest = max(len(example.token_ids) for example in examples) + config.rollout.max_new_tokens
         fix_frequencies(policy.model, longest)
         template = config.data.chat_template_kwargs
-        sampler = make_sampler(policy, config.rollout, config.model, config.training.seed, longest, template)
+        sampler = make_sampler(policy, config.rollout, config.training.seed, longest, template)
         unfinished = output.with_name(f"{output.name}.unfinished")
         try:
             file = unfinished.open("w", encoding="utf-8")

@@ -193,14 +193,22 @@ def test_a_run_does_not_replace_what_it_reads(make_config, tmp_path):
         make_config(model={"config": None, "tokenizer": None, "path": str(source)})
 
 
+VLLM = {"engine": "vllm", "url": "http://127.0.0.1:1"}
+
+
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
         ({"rollout": {"top_p": 0.0}}, r"rollout\.top_p.*greater than 0, got 0\.0"),
         ({"rollout": {"top_p": 1.1}}, r"rollout\.top_p.*less than or equal to 1, got 1\.1"),
         ({"rollout": {"top_p": "nan"}}, r"rollout\.top_p.*got 'nan'"),
-        ({"rollout": {"engine": "vllm", "top_p": 0.9}}, r"rollout: top_k: vLLM and SGLang record what .* set it"),
-        ({"rollout": {"engine": "vllm", "min_p": 0.1}}, r"rollout: top_k: vLLM and SGLang record what .* set it"),
+        ({"rollout": {**VLLM, "top_p": 0.9}}, r"rollout: top_k: vLLM records what .* set it"),
+        ({"rollout": {**VLLM, "min_p": 0.1}}, r"rollout: top_k: vLLM records what .* set it"),
+        ({"rollout": {"engine": "vllm"}}, r'rollout: url: required for engine = "vllm", .* start a server .* name it'),
+        (
+            {"rollout": {"url": "http://127.0.0.1:1"}},
+            r"rollout: url: is for .* an engine of your own, got .*transformers",
+        ),
         ({"rollout": {"api_key_file": "key"}}, r"rollout: api_key_file: is for a server, which url names"),
         ({"rollout": {"top_k": -1}}, r"rollout\.top_k.*greater than or equal to 0, got -1"),
         ({"rollout": {"top_k": 2.5}}, r"rollout\.top_k.*valid integer"),

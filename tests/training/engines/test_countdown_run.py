@@ -1,6 +1,6 @@
 """The countdown example from nothing, with a real vLLM on a CPU, to problems that are solved. Run with -m engine.
 
-Two processes train: `test_vllm.py` and `test_vllm_process.py` have runs of one.
+Two processes train: `test_vllm.py` has runs of one.
 """
 
 from __future__ import annotations

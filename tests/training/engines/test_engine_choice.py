@@ -11,6 +11,7 @@ import pytest
 import torch
 from digit_models import EXAMPLE, TOKENIZER, narrowed
 from doc_pages import page_of
+from places import EXAMPLES
 from run_files import records
 
 from fastrl.base.errors import UserError
@@ -19,20 +20,17 @@ from fastrl.training.config.settings import load_settings
 from fastrl.training.config.train import Config
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.choice import make_sampler
-from fastrl.training.engines.sglang import SGLangServer
 from fastrl.training.engines.transformers import TransformersEngine
 from fastrl.training.engines.vllm_server import VLLMServer
 from fastrl.training.models.policy import Policy, load_policy
 from fastrl.training.rl.train import train
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return ModelConfig(config=narrowed(tmp_path_factory.mktemp("model")), tokenizer=TOKENIZER)
+SGLANG = f"{EXAMPLES / 'engines' / 'sglang.py'}:make"
 
 
 @pytest.fixture(scope="module")
-def policy(model: ModelConfig) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    model = ModelConfig(config=narrowed(tmp_path_factory.mktemp("model")), tokenizer=TOKENIZER)
     return load_policy(model, torch.device("cpu"))
 
 
@@ -44,31 +42,35 @@ def page_engine(tmp_path: Path) -> str:
     return f"{tmp_path}/my_engine.py:make"
 
 
-def made(policy: Policy, model: ModelConfig, **values: Any) -> Any:
-    return make_sampler(policy, RolloutConfig(**values), model, seed=0)
+def made(policy: Policy, **values: Any) -> Any:
+    return make_sampler(policy, RolloutConfig(**values), seed=0)
 
 
 @pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        ({}, TransformersEngine),
-        ({"engine": "vllm", "url": "http://127.0.0.1:1"}, VLLMServer),
-        ({"engine": "sglang", "url": "http://127.0.0.1:1"}, SGLangServer),
-    ],
+    ("values", "kind"), [({}, TransformersEngine), ({"engine": "vllm", "url": "http://127.0.0.1:1"}, VLLMServer)]
 )
-def test_engines_by_name(policy: Policy, model: ModelConfig, values: Any, kind: type) -> None:
+def test_engines_by_name(policy: Policy, values: Any, kind: type) -> None:
     """A server is not asked yet."""
-    assert type(made(policy, model, **values).engine) is kind
+    assert type(made(policy, **values).engine) is kind
 
 
-def test_the_pages_engine_draws(policy: Policy, model: ModelConfig, page_engine: str) -> None:
-    sampler = made(policy, model, engine=page_engine, max_new_tokens=3)
+def test_the_example_for_sglang(policy: Policy) -> None:
+    engine = made(policy, engine=SGLANG, url="http://127.0.0.1:1").engine
+    assert type(engine).__name__ == "SGLangServer" and engine.server.url == "http://127.0.0.1:1"
+    with pytest.raises(UserError, match=r"rollout\.url: required for SGLang"):
+        made(policy, engine=SGLANG)
+    with pytest.raises(UserError, match=r"rollout\.top_k: SGLang records .* only with it"):
+        made(policy, engine=SGLANG, url="http://127.0.0.1:1", top_p=0.9)
+
+
+def test_the_pages_engine_draws(policy: Policy, page_engine: str) -> None:
+    sampler = made(policy, engine=page_engine, max_new_tokens=3)
     rollout = sampler.draw([Example("1", {}, [1, 2])] * 4)
     assert rollout.mask.tolist() == [[True] * 3] * 4 and not rollout.ended.any()
     assert rollout.rollout_logprobs is not None
     torch.testing.assert_close(rollout.rollout_logprobs, torch.full((4, 3), -math.log(10)))
     assert sampler.engine.tensors.keys() == dict(policy.model.named_parameters()).keys()
-    again = made(policy, model, engine=page_engine, max_new_tokens=3).draw([Example("1", {}, [1, 2])] * 4)
+    again = made(policy, engine=page_engine, max_new_tokens=3).draw([Example("1", {}, [1, 2])] * 4)
     assert torch.equal(rollout.targets, again.targets)  # seeds
 
 
@@ -96,23 +98,23 @@ def test_the_pages_engine_trains(tmp_path: Path, page_engine: str) -> None:
         ("import no_such_module", "no_such_module"),
     ],
 )
-def test_an_engine_that_cannot_be_made(
-    policy: Policy, model: ModelConfig, tmp_path: Path, source: str, message: str
-) -> None:
+def test_an_engine_that_cannot_be_made(policy: Policy, tmp_path: Path, source: str, message: str) -> None:
     file = tmp_path / "engine.py"
     file.write_text(source)
     with pytest.raises(UserError, match=rf"{re.escape(str(file))}.*({message})"):
-        made(policy, model, engine=f"{file}:make")
+        made(policy, engine=f"{file}:make")
 
 
-def test_an_engine_that_is_not_there(policy: Policy, model: ModelConfig, tmp_path: Path) -> None:
+def test_an_engine_that_is_not_there(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere.py: no such file \(rollout.engine\)"):
-        made(policy, model, engine=f"{tmp_path}/nowhere.py:make")
-    with pytest.raises(UserError, match=r"rollout.engine: expected .*, transformers, vllm or sglang, got 'vlmm'"):
-        made(policy, model, engine="vlmm")
+        made(policy, engine=f"{tmp_path}/nowhere.py:make")
+    with pytest.raises(UserError, match=r"rollout.engine: expected .*, transformers or vllm .*, got 'vlmm'"):
+        made(policy, engine="vlmm")
+    with pytest.raises(UserError, match=r"\(for SGLang examples/engines/sglang.py:make\), got 'sglang'"):
+        made(policy, engine="sglang", url="http://127.0.0.1:1")
 
 
-def test_an_engine_that_fails_while_it_is_made(policy: Policy, model: ModelConfig, tmp_path: Path) -> None:
+def test_an_engine_that_fails_while_it_is_made(policy: Policy, tmp_path: Path) -> None:
     (tmp_path / "engine.py").write_text("def make(policy, rollout):\n    raise RuntimeError('no card')")
     with pytest.raises(UserError, match=r"rollout.engine: .*engine.py:make raised RuntimeError: no card"):
-        made(policy, model, engine=f"{tmp_path}/engine.py:make")
+        made(policy, engine=f"{tmp_path}/engine.py:make")

@@ -1,12 +1,16 @@
 """What a server may answer, and what a user is told to do about it, in one line."""
 
+import base64
 import itertools
 import os
+import pickle
 import re
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +99,15 @@ def test_an_evaluation_is_greedy_and_records_nothing(server, make_sampler, polic
     assert torch.equal(likeliest[rollout.mask], rollout.targets[rollout.mask])
 
 
+def test_the_likeliest_tokens_of_a_server_that_records_masks(make_server, make_sampler):
+    """It refuses a temperature of 0."""
+    server = make_server(options={"return_sampling_mask": True})
+    make_sampler(server.url, top_k=4, top_p=0.9, min_p=0.1).draw(EXAMPLES, greedy=True, record=False)
+    for body in server.asked():
+        assert {"temperature": 1.0, "top_k": 1}.items() <= body["sampling_params"].items()
+        assert "logprobs" not in body["sampling_params"]
+
+
 def test_sampling_masks_are_kept(make_server, make_sampler, policy):
     sampler = make_sampler(make_server(options={"return_sampling_mask": True}).url, top_k=3)
     rollout = sampler.draw(ROWS)
@@ -175,6 +188,55 @@ def test_sleep_wake_up_and_weights_in_this_order(make_server, make_sampler):
     sampler.draw(ROWS)
     order = [route for route in server.routes() if route in ("/sleep", "/wake_up", "/update_weights", GENERATE)]
     assert order == ["/update_weights", *[GENERATE] * 6, "/sleep", "/wake_up", "/update_weights", *[GENERATE] * 6]
+
+
+class Sender:
+    """vLLM's IPC sender: it drives the client, and leaves out the version."""
+
+    def __init__(self, info, client, source):
+        self.client, self.source, self.sent = client, source, []
+        assert (info.rank, info.packed) == (0, True)
+        client.init_weight_transfer_engine({"packed": True})
+
+    def send_weights(self):
+        self.sent.append([(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()])
+        self.client.start_weight_update()
+        self.client.update_weights({"ipc_handles": {"GPU-0": ("handle",)}, "names": [name for name, _ in self.source]})
+        self.client.finish_weight_update()
+
+
+def test_sleep_and_ipc_on_a_shared_gpu(make_server, make_sampler, policy, monkeypatch):
+    """Weights follow the wake-up under the policy's version, and their handles, which JSON cannot hold, as pickles."""
+    package = ModuleType("vllm.distributed.weight_transfer")
+    package.WeightSource = object
+    package.ParamMeta = lambda name, dtype, shape: SimpleNamespace(name=name, dtype=dtype, shape=shape)
+    package.WeightTransferTrainerFactory = SimpleNamespace(trainer_init=Sender)
+    ipc = ModuleType("vllm.distributed.weight_transfer.ipc_engine")
+    ipc.IPCTrainerInitInfo = SimpleNamespace
+    for module in (ModuleType("vllm"), ModuleType("vllm.distributed"), package, ipc):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    server = make_server(backend="ipc", options={"enable_sleep_mode": True})
+    server.instead["/update_weights"] = always({"message": "Weights updated"})
+    sampler = make_sampler(server.url, sleep=True)
+    versions = []
+    for step in range(2):
+        sampler.step = step
+        sampler.draw(ROWS)
+        versions.append(sampler.version)
+        sampler.sleep()
+    update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+    drawn = [*update, *[GENERATE] * 6, "/sleep"]
+    shown = {*update, GENERATE, "/sleep", "/wake_up", "/init_weight_transfer_engine"}
+    order = [route for route in server.routes() if route in shown]
+    assert order == ["/init_weight_transfer_engine", *drawn, "/wake_up", *drawn]
+    bodies = [body for route, body in server.calls if route in update]
+    assert [body["weight_version"] for body in bodies[2::3]] == versions
+    expected = [(name, torch.float32, tuple(weight.shape)) for name, weight in policy.model.named_parameters()]
+    assert sampler.engine.transfer.sender.sent == [expected, expected]
+    for body in bodies[1::3]:
+        info = body["update_info"]
+        assert info["names"] == [name for name, _, _ in expected] and info["ipc_handles"] is None
+        assert pickle.loads(base64.b64decode(info["ipc_handles_pickled"])) == {"GPU-0": ("handle",)}
 
 
 # --- a server that goes, comes and fails -----------------------------------------------------------------------------
@@ -389,6 +451,12 @@ def test_a_mask_that_is_null_or_short(make_server, make_sampler):
     fails(make_sampler(server.url, top_k=3), "sampling mask", "return_sampling_mask")
     server.instead[GENERATE] = changed(sampling_mask=lambda choice: choice["sampling_mask"] + [[1]])
     fails(make_sampler(server.url, top_k=3), "rows in a sampling mask of")
+
+
+def test_experts_that_are_null(make_server, make_sampler):
+    server = make_server(options={"enable_return_routed_experts": True})
+    server.instead[GENERATE] = changed(routed_experts=None)
+    fails(make_sampler(server.url, keep_routing=True), "without routed experts", "--enable-return-routed-experts")
 
 
 def test_a_mask_without_its_token_or_of_unknown_ones(make_server, make_sampler):

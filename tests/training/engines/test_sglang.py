@@ -1,4 +1,4 @@
-"""SGLang's server behind the engine's protocol, against a small server that answers in the shapes of SGLang 0.5."""
+"""The example of an engine for SGLang's server, against a small server that answers in the shapes of SGLang 0.5."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from digit_models import TOKENIZER, narrowed
 from fake_sglang import LOGPROBS, SAMPLING_LOGPROBS, FakeSGLang
+from places import EXAMPLES
 from tiny_models import tiny_model
 
 from fastrl.base.errors import UserError
@@ -21,9 +22,12 @@ from fastrl.training.config.sections import ModelConfig, RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import EngineLost, EngineUnavailable, Request, Sampling
 from fastrl.training.engines.sampler import CompletionSampler
-from fastrl.training.engines.sglang import SGLangServer
 from fastrl.training.engines.weights import PolicyWeights
 from fastrl.training.models.policy import Policy, load_policy
+from fastrl.training.rewards.functions import import_function
+
+FILE = EXAMPLES / "engines" / "sglang.py"
+SGLangServer: Any = import_function(f"{FILE}:SGLangServer", "rollout.engine")
 
 
 @pytest.fixture(autouse=True)
@@ -46,18 +50,18 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def settings(server: FakeSGLang, **values: Any) -> RolloutConfig:
-    fields = {"engine": "sglang", "url": server.url, "max_new_tokens": 3, "num_generations": 2, "timeout": 5.0}
+    fields = {"engine": f"{FILE}:make", "url": server.url, "max_new_tokens": 3, "num_generations": 2, "timeout": 5.0}
     return RolloutConfig(**fields | values)
 
 
-def engine_of(server: FakeSGLang, policy: Policy, **values: Any) -> SGLangServer:
+def engine_of(server: FakeSGLang, policy: Policy, **values: Any) -> Any:
     """An engine whose server has the weights "w1"."""
-    engine = SGLangServer(policy, settings(server, **values), longest=12)
+    engine = SGLangServer(policy, settings(server, **values))
     engine.update_weights("w1", PolicyWeights(policy))
     return engine
 
 
-def drawn(engine: SGLangServer, policy: Policy, *, greedy: bool = False) -> Any:
+def drawn(engine: Any, policy: Policy, *, greedy: bool = False) -> Any:
     """The completions of one request."""
     sampling = Sampling.of(engine.settings, policy.eos_token_ids, greedy, record=True)
     ((_, found),) = engine.generate([Request("a", [1, 2, 3, 4], 2, 3, seed=9)], sampling)
@@ -220,7 +224,6 @@ def test_another_server(server: FakeSGLang, policy: Policy) -> None:
     [
         ({}, {"sleep": True}, "runs without enable_memory_saver; start it with --enable-memory-saver"),
         ({}, {"keep_routing": True}, "start it with --enable-return-routed-experts"),
-        ({"context_length": 11}, {}, "takes 11 tokens .* has up to 12; start it with --context-length 12"),
     ],
 )
 def test_options_of_the_server(

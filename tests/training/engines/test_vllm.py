@@ -280,6 +280,16 @@ def check_run(folder: Path) -> None:
     assert "step-000012" in checkpoints(folder)
 
 
+def test_a_run_that_draws_ahead_has_the_weights_before_its_update(start, command, launch, tmp_path):
+    """An update changes the log-probabilities by far more than rounding."""
+    options = ["--rollout.ahead", "1", "--rollout_correction.level", "token", "--optimizer.lr", "0.05"]
+    process = launch([*command(start("tied")), *options, "--training.steps", "3"])
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, out + err
+    first, *others = [line["mismatch/abs_log_ratio"] for line in records(tmp_path / "run")]
+    assert first < ROUNDING["float32"] and len(others) == 2 and min(others) > 1e-3
+
+
 def test_kill_9_of_the_trainer_and_resume(start, command, launch, tmp_path):
     server, folder = start("tied"), tmp_path / "run"
     for turn, steps in enumerate((2, 6)):

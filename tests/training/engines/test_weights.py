@@ -64,8 +64,9 @@ def test_no_room_for_the_file_is_an_error_that_says_what_helps(tmp_path, monkeyp
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"cannot write the weights for the engine: .*--shm-size"):
-            transfer.write_weights(tmp_path, weights)
+        failure = pytest.raises(UserError, match=r"cannot write the weights for the engine: .*--shm-size")
+        with failure, transfer.weights_file(weights, "localhost"):
+            pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
@@ -95,7 +96,8 @@ def test_the_port_of_the_meeting_is_nobody_elses(monkeypatch):
     for module in (ModuleType("vllm"), ModuleType("vllm.distributed"), package, nccl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     weights = PolicyWeights(SimpleNamespace(model=tiny_model("qwen3", vocab_size=32), has_adapters=False))
-    way = transfer.VLLMTransfer("nccl", None, torch.float32, "localhost", workers=2)
+    control = transfer.Control(SimpleNamespace(host="localhost"), timeout=1.0)
+    way = transfer.VLLMTransfer("nccl", control, torch.float32, workers=2)
     way.send("w1", weights)
     ((listener, address, world_size),) = met
     assert address[0] == "127.0.0.1" and world_size == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from itertools import product
 from unittest.mock import patch
 
 import digit_rewards
@@ -14,6 +13,7 @@ import torch
 from digit_models import TOKENIZER
 from fake_sglang import FakeSGLang
 from fake_vllm import GENERATE, RESET, FakeVLLM, changed, first
+from places import EXAMPLES
 from run_files import checkpoints, records, write_toml
 from safetensors.torch import load_file
 from same_runs import assert_same_steps, folder
@@ -22,7 +22,8 @@ from started import started
 ROUNDING = 1e-5  # float32 of the fake's sequences one at a time against a padded batch
 STEPS, PROMPTS, HELD_OUT = 3, 4, 3  # of a run, of a step and of an evaluation: requests
 UPDATE = "/finish_weight_update"
-ENGINES = ("vllm_server.VLLMServer", "sglang.SGLangServer")
+ENGINE = "fastrl.training.engines.vllm_server.VLLMServer"
+SGLANG = f"{EXAMPLES / 'engines' / 'sglang.py'}:make"
 UNEVALUATED = {"data": {"eval_path": None}, "evaluation": {"every": None}}
 
 
@@ -56,9 +57,9 @@ def train(tables, *arguments):
     """A run of these ranks that tries again at once, in which rank 0 alone gives an engine its weights."""
     with ExitStack() as stack:
         stack.enter_context(patch("fastrl.training.engines.sampler.PAUSE", 0.01))
-        for kind, name in product(ENGINES, ("update_weights", "sleep", "wake_up")) if rank_runs.rank() else ():
+        for name in ("update_weights", "sleep", "wake_up") if rank_runs.rank() else ():
             error = AssertionError(f"rank {rank_runs.rank()} calls {name}")
-            stack.enter_context(patch(f"fastrl.training.engines.{kind}.{name}", side_effect=error))
+            stack.enter_context(patch(f"{ENGINE}.{name}", side_effect=error))
         return rank_runs.train("train", tables, *arguments)
 
 
@@ -234,9 +235,9 @@ def test_a_server_that_stays_away_ends_all_with_the_steps_kept(run_on, make_serv
 
 @pytest.mark.slow
 def test_sglang(run_on, server_tables):
-    """Each completion is a request of its own; at the end the server has the weights that the run ends with."""
+    """Each completion is a request of its own; rank 0 alone gives the server its weights, at last those of the end."""
     server = FakeSGLang()
-    one, several = (server_tables(server, x, rollout={"engine": "sglang"}) for x in ("one", "several"))
+    one, several = (server_tables(server, x, rollout={"engine": SGLANG}) for x in ("one", "several"))
     found = []
     try:
         for size, tables in ((1, one), (2, several)):

@@ -44,7 +44,8 @@ def test_a_path_that_utf_8_cannot_encode_is_printed(monkeypatch):
 
 def test_a_field_of_two_numbers_is_read_from_the_command_line(example):
     about = {"kind": Config, "command": "train"}
-    options = {"advantages": {"ddof": 1}, "rollout": {"engine": "vllm", "ahead": 1}, "rollout_correction": {"high": 3}}
+    rollout = {"engine": "vllm", "url": "http://127.0.0.1:1", "ahead": 1}
+    options = {"advantages": {"ddof": 1}, "rollout": rollout, "rollout_correction": {"high": 3}}
     argv = [f"--{table}.{name}={value}" for table, fields in options.items() for name, value in fields.items()]
     config, _ = parse_command_line(argv=[str(example / "config.toml"), *argv], **about)
     assert (config.advantages.ddof, config.rollout.ahead) == (1, 1)

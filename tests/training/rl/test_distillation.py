@@ -388,7 +388,7 @@ def test_settings_that_cannot_be_used_are_refused(make_config, tables, expected)
 
 def test_drawing_ahead_needs_a_correction_where_the_objective_learns(make_config):
     """A divergence alone compares two policies at tokens of any sampler, and takes no [rollout_correction]."""
-    ahead = {"engine": "vllm", "ahead": 1}
+    ahead = {"engine": "vllm", "url": "http://127.0.0.1:1", "ahead": 1}
     assert make_config(rollout=ahead, distillation={"teacher": "somewhere"}).rollout.ahead
     for tables in ({}, {"distillation": {"teacher": "somewhere", "form": "sampled"}}):
         with pytest.raises(UserError, match=r"rollout\.ahead: .* add a table \[rollout_correction\]"):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import completion_texts, rollout_logprobs
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.config.stages import SampleConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.choice import make_sampler
@@ -66,7 +66,7 @@ def tool(prompts, completions, **columns):
             **({"tools": f"{tmp_path}/tool.py:tool", "stop": ["="], "max_turns": 4, "max_new_tokens": 14} | settings)
         )
         examples = [Example("", {}, [3 + i % 5, 4, 1][i % 2 :]) for i in range(count)]
-        return make_sampler(policy, settings, ModelConfig(path="x"), 0).draw(examples)
+        return make_sampler(policy, settings, 0).draw(examples)
 
     return draw
 

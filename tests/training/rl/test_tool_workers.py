@@ -10,7 +10,7 @@ from run_files import checkpoints, records
 
 from fastrl.base.errors import UserError
 from fastrl.training.batches.rollout import completion_texts
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.train import train
@@ -53,7 +53,7 @@ def draw(tmp_path, policy):
         fields = {"tools": f"{tmp_path}/mine.py:tools", "stop": list("0123456789="), "max_turns": 2}
         settings = RolloutConfig(**fields | {"max_new_tokens": 9, "tool_timeout": 1.0} | settings)
         examples = [Example("1", {"what": each}, [3], "f:1") for each in what]
-        sampler = make_sampler(policy, settings, ModelConfig(path="x"), 0)
+        sampler = make_sampler(policy, settings, 0)
         return sampler.draw(examples), sampler.engine.numbers
 
     return draw

@@ -9,7 +9,7 @@ from doc_pages import page_of
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.training.batches.rollout import completion_texts
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.data.transcript import Transcript
 from fastrl.training.engines.choice import make_sampler
@@ -260,7 +260,7 @@ def test_what_a_tool_does_wrong_is_told_with_its_sample(draw, write_tools, body,
 def test_a_function_that_is_not_there_is_an_error_at_the_start(policy, tmp_path):
     settings = RolloutConfig(tools=f"{tmp_path}/none.py:f")
     with pytest.raises(UserError, match=r"none\.py: no such file \(rollout\.tools\)"):
-        make_sampler(policy, settings, ModelConfig(path="x"), 0)
+        make_sampler(policy, settings, 0)
 
 
 def test_async_functions_are_awaited(policy, draw, write_tools, tmp_path):

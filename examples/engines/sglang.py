@@ -1,8 +1,12 @@
-"""SGLang's server, by its native HTTP API: /generate with token ids, and weights from a file.
+"""An engine of one's own: SGLang's server, by its native HTTP API, /generate with token ids, and weights from a file.
 
     python -m sglang.launch_server --model-path MODEL --host 127.0.0.1
         [--enable-memory-saver]             # for rollout.sleep
         [--enable-return-routed-experts]    # for rollout.keep_routing
+
+    [rollout]
+    engine = "sglang.py:make"
+    url = "http://127.0.0.1:30000"
 
 Written against the public sources of SGLang 0.5 (August 2026) and tested against the shapes of their answers; no
 SGLang was run. What they say, and what follows:
@@ -41,13 +45,20 @@ HINTS: dict[tuple[str, int] | int, str] = {
 }
 
 
+def make(policy: Policy, rollout: RolloutConfig) -> "SGLangServer":
+    """The engine of a run."""
+    return SGLangServer(policy, rollout)
+
+
 class SGLangServer:
     """An engine behind `rollout.url`."""
 
-    def __init__(self, policy: Policy, settings: RolloutConfig, longest: int | None = None) -> None:
-        """`longest` is the length of prompt and completion that the server must take."""
-        assert settings.url is not None  # the config's check
-        self.policy, self.settings, self.longest = policy, settings, longest
+    def __init__(self, policy: Policy, settings: RolloutConfig) -> None:
+        if settings.url is None:
+            raise UserError("rollout.url: required for SGLang's server, but not given")
+        if settings.truncates and settings.top_k == 0:
+            raise UserError("rollout.top_k: SGLang records what top_p and min_p leave only with it; set it, or none")
+        self.policy, self.settings = policy, settings
         self.server = Server(settings.url, "SGLang", HINTS, settings.api_key_file)
         self.is_checked = False
 
@@ -106,12 +117,6 @@ class SGLangServer:
         for name, (option, is_needed) in needed.items():
             if is_needed and not options.get(name):
                 raise UserError(f"rollout.url: SGLang at {self.server.url} runs without {name}; start it with {option}")
-        room = options.get("context_length")
-        if self.longest is not None and isinstance(room, int) and room < self.longest:
-            raise UserError(
-                f"rollout.url: SGLang at {self.server.url} takes {room} tokens of prompt and completion, and this run "
-                f"has up to {self.longest}; start it with --context-length {self.longest}"
-            )
         check_tokenizer(
             self.policy.tokenizer, self._decode, f"SGLang at {self.server.url}", "--model-path or --tokenizer-path"
         )
