@@ -1,14 +1,20 @@
-"""What engines answer, checked: their tokenizer and their completions."""
+"""What engines answer, checked: their tokenizer and their completions; and these as the rollout of a step."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
+from fastrl.integrations.vllm import routing_from_vllm
+from fastrl.training.batches.rollout import Rollout, as_rollout
+from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import Completion, EngineFailed, Request, Sampling
+from fastrl.training.models.policy import Policy
 
 PROBES = 64  # tokens, spread over the vocabulary, that must mean the same on both sides
 
@@ -74,3 +80,81 @@ def checked(drawn: Drawn, request: Request, sampling: Sampling, wrong: Callable[
         raise wrong("without routed experts; start it with --enable-return-routed-experts")
     versions = "+".join(sorted(set(drawn.versions))) or None
     return Completion(ids, reason == "stop", logprobs, mask, experts, versions)
+
+
+def check_completions(completions: Sequence[Completion], request: Request, vocabulary: int) -> None:
+    """Raise UserError unless these are the completions of a request, by a policy with so many tokens."""
+    if len(completions) != request.n:
+        raise wrong(f"{len(completions)} completions of a prompt, expected {request.n}")
+    for completion in completions:
+        ids, mask = completion.token_ids, completion.sampling_mask
+        if not 1 <= len(ids) <= request.max_tokens:
+            raise wrong(f"a completion of {len(ids)} tokens, expected 1 to {request.max_tokens}")
+        unknown = [token for token in ids if not (isinstance(token, int) and 0 <= token < vocabulary)]
+        if unknown:
+            raise wrong(
+                f"token id {unknown[0]!r}, but the policy's ids end at {vocabulary - 1}; start it with the policy's "
+                "model and tokenizer"
+            )
+        for record, what in ((completion.logprobs, "log-probabilities"), (mask, "mask rows")):
+            if record is not None and len(record) != len(ids):
+                raise wrong(f"{len(record)} {what} for {len(ids)} tokens")
+        if mask is not None:
+            _check_support(mask, ids, vocabulary)
+        if completion.logprobs is not None and not all(map(math.isfinite, completion.logprobs)):
+            raise wrong("a log-probability that is not finite; the policy's weights may be what is not")
+
+
+def _check_support(mask: SamplingMask, ids: Sequence[int], vocabulary: int) -> None:
+    """Raise UserError unless each token is in the support that was recorded of it."""
+    rows = torch.repeat_interleave(torch.arange(len(mask), device=mask.device), mask.lengths)
+    tokens = torch.tensor(ids, device=mask.device)
+    found = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
+    found[rows[mask.token_ids == tokens[rows]]] = True
+    missing = (~found & (mask.lengths > 0)).nonzero()[:, 0].tolist()
+    if missing or bool((mask.token_ids >= vocabulary).any()):
+        what = f"without token {ids[missing[0]]}, which was drawn from it" if missing else "with unknown token ids"
+        raise wrong(f"a sampling mask {what}; start it with the policy's model, and without other logits processors")
+
+
+def wrong(what: str) -> UserError:
+    """An error about what the engine returned."""
+    return UserError(f"rollout.engine: the engine returned {what}")
+
+
+def assemble(
+    policy: Policy, examples: Sequence[Example], completions: Sequence[Completion], sampling: Sampling
+) -> Rollout:
+    """The rollout of B completions, with what `sampling` asked to record."""
+    pairs = zip(examples, completions, strict=True)
+    rollout = as_rollout(policy, [(example.token_ids, completion.token_ids) for example, completion in pairs])
+    mask, drawn, logprobs, routing = rollout.completion_mask, None, None, None
+    if any(c.drawn is not None for c in completions):
+        drawn = torch.zeros_like(mask)
+        drawn[mask] = torch.tensor([flag for c in completions for flag in c.drawn or [True] * len(c.token_ids)])
+    if sampling.logprobs:
+        logprobs = torch.zeros(mask.shape)
+        logprobs[mask] = torch.tensor([x for c in completions for x in _recorded(c.logprobs, "log-probabilities")])
+    if sampling.routing:
+        try:
+            records = [_recorded(c.routed_experts, "routed experts") for c in completions]
+            routing = routing_from_vllm(policy.model, records, rollout.attention_mask)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"rollout.keep_routing: the engine's routed experts cannot be used: {error}") from error
+    masks = [_recorded(c.sampling_mask, "sampling mask") for c in completions] if sampling.supports else None
+    return replace(
+        rollout,
+        drawn=drawn,
+        messages=[c.messages or [] for c in completions],
+        ended=torch.tensor([completion.ended for completion in completions]),
+        supports=None if masks is None else [mask.to("cpu") for mask in masks],
+        rollout_logprobs=logprobs,
+        routing=routing,
+    )
+
+
+def _recorded(record: Any, what: str) -> Any:
+    """What a completion has recorded. Raises UserError if it has not."""
+    if record is None:
+        raise wrong(f"a completion without its {what}")
+    return record

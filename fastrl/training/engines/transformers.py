@@ -19,7 +19,7 @@ from fastrl.training.batches.memory import fitting_completions
 from fastrl.training.batches.micro_batches import MicroBatches, Shape
 from fastrl.training.batches.rollout import rollout_logprobs
 from fastrl.training.data.examples import Example
-from fastrl.training.engines.assembly import assemble
+from fastrl.training.engines.completions import assemble
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
 from fastrl.training.engines.sampler import say
 from fastrl.training.models.policy import Policy, exact_dtype, left_pad

@@ -236,7 +236,7 @@ class Turns:
         self.engine, self.tools, self.max_turns = engine, tools, max_turns
         self.version: str | None = None
         self.begun: dict[str, list[Dialogue]] = {}  # by the request's id
-        self.numbers: dict[str, float] = {}  # metrics: the seconds that tools took, and their calls that failed
+        self.numbers: dict[str, float] = {}
 
     def update_weights(self, version: str, weights: Weights) -> None:
         """Give them to the engine."""
@@ -247,6 +247,11 @@ class Turns:
         if version != self.version:
             self.begun.clear()
         self.version = version
+
+    def drain(self) -> dict[str, float]:
+        """The metrics since the last time: the seconds that tools took, and their calls that failed."""
+        numbers, self.numbers = self.numbers, {}
+        return numbers
 
     def sleep(self) -> None:
         """Have the engine sleep."""

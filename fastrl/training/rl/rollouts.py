@@ -9,7 +9,6 @@ from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.data.examples import Example, PromptSampler
 from fastrl.training.data.streaming import StreamSampler
 from fastrl.training.engines.sampler import CompletionSampler, Draw
-from fastrl.training.engines.turns import Turns
 from fastrl.training.parallel.world import World
 
 
@@ -30,22 +29,12 @@ class Rollouts:
 
     def next(self, count: int, numbers: dict[str, float]) -> tuple[list[Example], Rollout]:
         """The next `count` prompts, each repeated for its completions, and these. Adds the phases' seconds."""
-        draw, self.begun = self.begun, None
-        if draw is None:
-            draw = self._ask(count)
-        world = self.completions.world
-        if draw.thread is None and self.completions.left(draw):  # nobody draws them yet
-            self._ready(numbers)
-        with world.working("time/generate", numbers):
-            rollout = self.completions.finish(draw)
+        draw, self.begun = self.begun or self._ask(count), None
+        rollout = self.completions.finish(draw, numbers)
         if self.settings.sleep:
             self.completions.sleep()
-        if self.settings.engine != "transformers":
-            numbers["time/engine"] = numbers.get("time/engine", 0.0) + draw.seconds
-        if isinstance(engine := self.completions.engine, Turns):
-            for name, value in _counted(engine.numbers, world).items():
-                numbers[name] = numbers.get(name, 0.0) + value
-            engine.numbers.clear()
+        for name, value in _counted(draw.numbers, self.completions.world).items():
+            numbers[name] = numbers.get(name, 0.0) + value
         return list(draw.examples), rollout
 
     def begin(self, step: int, numbers: dict[str, float]) -> None:
@@ -56,29 +45,15 @@ class Rollouts:
         if self.settings.ahead and step < self.last:
             self.before = self.state()
             draw = self._ask(self.settings.prompts_per_step)
-            if self._ready(numbers, wait=False):  # the update need not wait for an engine that is gone
-                self.completions.start(draw)
+            self.completions.start(draw, numbers)
             self.begun = draw
 
     def evaluate(self, examples: Sequence[Example], *, greedy: bool = False) -> Rollout:
         """Completions for an evaluation, of the policy as it is."""
-        if self.begun is not None:  # before the weights change under it
-            self.completions.settle(self.begun)
-        engine = self.completions.engine
-        before = dict(engine.numbers) if isinstance(engine, Turns) else {}
         rollout = self.completions.draw(examples, greedy=greedy, record=False, apart=True)
-        if isinstance(engine, Turns):
-            engine.numbers = before  # the evaluation's are in time/evaluation
         if self.settings.sleep:
             self.completions.sleep()
         return rollout
-
-    def _ready(self, numbers: dict[str, float], *, wait: bool = True) -> bool:
-        """Give the engine the policy's weights, and add the seconds that this takes; see `CompletionSampler.ready`."""
-        if self.settings.engine == "transformers":
-            return True
-        with self.completions.world.working("time/weights", numbers):
-            return self.completions.ready(wait=wait)
 
     def _ask(self, count: int) -> Draw:
         examples = self.prompts.next(count)
@@ -98,7 +73,7 @@ class Rollouts:
 
 
 def _counted(numbers: Mapping[str, float], world: World) -> dict[str, float]:
-    """The numbers of an engine with tools: this rank's seconds, and the calls that failed on all ranks."""
+    """The numbers of a draw: this rank's seconds, and the tools' calls that failed on all ranks."""
     added = Counter[str]()
     for own in world.gathered({name: count for name, count in numbers.items() if not name.startswith("time/")}):
         added.update(own)

@@ -147,8 +147,7 @@ def test_a_thread_that_starts_late_draws_with_the_weights_of_its_start(server, m
     monkeypatch.setattr("fastrl.training.engines.sampler.Thread", Late)
     sampler = make_sampler(server.url)
     draw = sampler.ask(ROWS)
-    sampler.ready()
-    sampler.start(draw)
+    sampler.start(draw, {})
     sampler.step += 1  # the update is done before the thread begins
     assert not sampler.finish(draw).weights_step.any()
 
@@ -292,7 +291,6 @@ def test_a_server_that_dies_in_the_middle_is_asked_for_the_rest_alone(server, ma
         return RESET
 
     server.instead[GENERATE] = first(None, None, *[dies] * 4)
-    sampler.ready()
     rollout = sampler.finish(draw)
     assert torch.equal(rollout.targets, whole.targets)
     assert mismatch(policy, rollout) < 1e-5

@@ -54,7 +54,8 @@ def draw(tmp_path, policy):
         settings = RolloutConfig(**fields | {"max_new_tokens": 9, "tool_timeout": 1.0} | settings)
         examples = [Example("1", {"what": each}, [3], "f:1") for each in what]
         sampler = make_sampler(policy, settings, 0)
-        return sampler.draw(examples), sampler.engine.numbers
+        asked = sampler.ask(examples)
+        return sampler.finish(asked), asked.numbers
 
     return draw
 
