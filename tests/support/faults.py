@@ -779,8 +779,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/training/engines/sampler.py",
-        "self._run(draw, version, step)",
-        "self._run(draw, self.sent, self.step)",
+        "self._try(draw, version, step)",
+        "self._try(draw, self.sent, self.step)",
         "a race: the step of the weights that drew a completion",
         "training/engines/test_server_answers.py::test_a_thread_that_starts_late_draws_with_the_weights_of_its_start",
     ),

@@ -1,8 +1,10 @@
 """What engines answer, checked: their tokenizer and their completions; and these as the rollout of a step."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from threading import Thread
 from typing import Any
 
 import torch
@@ -120,6 +122,40 @@ def _check_support(mask: SamplingMask, ids: Sequence[int], vocabulary: int) -> N
 def wrong(what: str) -> UserError:
     """An error about what the engine returned."""
     return UserError(f"rollout.engine: the engine returned {what}")
+
+
+@dataclass
+class Draw:
+    """Completions that were asked for, and those of them that are there."""
+
+    examples: Sequence[Example]  # one for each completion
+    requests: Sequence[Request]  # one for each run of the same example
+    sampling: Sampling
+    first: int  # the serial number of the first completion
+    share: range  # the indices of the requests that this rank asks for
+    done: dict[int, Sequence[Completion]] = field(default_factory=dict)  # by the request's index
+    steps: dict[int, int] = field(default_factory=dict)  # after which the policy had the weights that drew them
+    numbers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # metrics of engine and tools
+    thread: Thread | None = None  # that draws it in the background
+    error: BaseException | None = None  # that ended the thread
+
+    @property
+    def missing(self) -> list[int]:
+        """This rank's requests without completions."""
+        return [index for index in self.share if index not in self.done]
+
+    def rollout(self, policy: Policy) -> Rollout | None:
+        """The rollout of this rank's completions, if it has any; all of them must be there."""
+        if not self.share:
+            return None
+        completions = [completion for index in self.share for completion in self.done[index]]
+        first = sum(request.n for request in self.requests[: self.share.start])
+        steps = [self.steps[index] for index in self.share for _ in self.done[index]]
+        return replace(
+            assemble(policy, self.examples[first : first + len(completions)], completions, self.sampling),
+            serial=torch.arange(len(completions)) + self.first + first,
+            weights_step=torch.tensor(steps),
+        )
 
 
 def assemble(

@@ -3,10 +3,8 @@
 import secrets
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
 from itertools import count, groupby
 from threading import Thread
 
@@ -17,16 +15,8 @@ from fastrl.models.patching import is_sharded
 from fastrl.training.batches.rollout import Rollout, join
 from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.data.examples import Example
-from fastrl.training.engines.completions import assemble, check_completions, check_weights, wrong
-from fastrl.training.engines.protocol import (
-    Completion,
-    Engine,
-    EngineFailed,
-    EngineLost,
-    EngineUnavailable,
-    Request,
-    Sampling,
-)
+from fastrl.training.engines.completions import Draw, check_completions, check_weights, wrong
+from fastrl.training.engines.protocol import Engine, EngineFailed, EngineLost, EngineUnavailable, Request, Sampling
 from fastrl.training.engines.turns import Turns
 from fastrl.training.engines.weights import PolicyWeights, merged_weights
 from fastrl.training.models.policy import Policy
@@ -49,27 +39,6 @@ def _of_the_engine() -> Iterator[None]:
         raise
     except UserError as error:
         raise EngineLost(str(error)) from error
-
-
-@dataclass
-class Draw:
-    """Completions that were asked for, and those of them that are there."""
-
-    examples: Sequence[Example]  # one for each completion
-    requests: Sequence[Request]  # one for each run of the same example
-    sampling: Sampling
-    first: int  # the serial number of the first completion
-    share: range  # the indices of the requests that this rank asks for
-    done: dict[int, Sequence[Completion]] = field(default_factory=dict)  # by the request's index
-    steps: dict[int, int] = field(default_factory=dict)  # after which the policy had the weights that drew them
-    numbers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # metrics of engine and tools
-    thread: Thread | None = None  # that draws it in the background
-    error: BaseException | None = None  # that ended the thread
-
-    @property
-    def missing(self) -> list[int]:
-        """This rank's requests without completions."""
-        return [index for index in self.share if index not in self.done]
 
 
 class CompletionSampler:
@@ -106,16 +75,14 @@ class CompletionSampler:
         """Whether the engine draws with the policy itself."""
         return self.settings.engine == "transformers"
 
-    def draw(
-        self, examples: Sequence[Example], *, greedy: bool = False, record: bool = True, apart: bool = False
-    ) -> Rollout:
-        """One completion for each example (repeat one to sample it several times), sampled or greedy; see `ask`."""
-        return self.finish(self.ask(examples, greedy=greedy, record=record, apart=apart))
+    def draw(self, examples: Sequence[Example], **how: bool) -> Rollout:
+        """One completion for each example (repeat one to sample it several times); see `ask`."""
+        return self.finish(self.ask(examples, **how))
 
     def ask(
         self, examples: Sequence[Example], *, greedy: bool = False, record: bool = True, apart: bool = False
     ) -> Draw:
-        """What is to be drawn; nothing is yet.
+        """What is to be drawn, sampled or greedy; nothing is yet.
 
         With `apart` it is no part of the run: its seeds are the same each time, and none of the run's are used up.
         """
@@ -144,11 +111,8 @@ class CompletionSampler:
         version, step = self.sent, self.step  # of now: the policy may be updated before the thread comes to it
 
         def work() -> None:
-            try:
-                with beside_trainer():
-                    self._run(draw, version, step)
-            except BaseException as error:
-                draw.error = error
+            with beside_trainer():
+                self._try(draw, version, step)
 
         draw.thread = Thread(target=work, name="fastrl-draw", daemon=True)
         draw.thread.start()
@@ -159,19 +123,24 @@ class CompletionSampler:
         """Draw what is missing, and return all of it. Adds the seconds. Raises EngineLost if the engine cannot."""
         numbers = {} if numbers is None else numbers
         with self.world.working("time/generate", numbers):
-            self._settle()
-        failures, missing = 0, self._left(draw)
-        while missing:
+            self._wait()
+        failures = 0
+        while missing := self._left(draw):
             self._ready(numbers)
             with self.world.working("time/generate", numbers):
                 with unsharded(self.policy.model) if self.has_policy else nullcontext():
-                    errors = self.world.together(lambda: self._absence(draw))
-                before, missing = missing, self._left(draw)
-                failures = 1 if missing < before else failures + 1
-                self._interrupted(draw, errors, missing, failures)
+                    self._try(draw, self.sent, self.step)
+                failures = self._settle(draw, missing, failures)
         with self.world.working("time/generate", numbers):
-            parts = self.world.together(lambda: self._assembled(draw))
+            parts = self.world.together(lambda: draw.rollout(self.policy))
             return join([part for part in parts if part is not None])
+
+    def _wait(self) -> None:
+        """Wait for the other thread, if there is one: an engine's calls do not overlap, nor may its policy change."""
+        draw, self.begun = self.begun, None
+        if draw is not None and draw.thread is not None:
+            draw.thread.join()
+            self._settle(draw)
 
     @_of_the_engine()
     def sleep(self) -> None:
@@ -242,42 +211,38 @@ class CompletionSampler:
 
     # --- completions ------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Wait for the other thread, if there is one. Raises what ended it, unless that was the engine's absence."""
-        draw, self.begun = self.begun, None
-        if draw is None or draw.thread is None:
-            return
-        draw.thread.join()
-
-        def absence() -> EngineUnavailable | None:
-            if draw.error is None or isinstance(draw.error, EngineUnavailable):
-                return draw.error
-            raise draw.error
-
-        self._interrupted(draw, self.world.together(absence), self._left(draw))
-
     def _left(self, draw: Draw) -> int:
         """How many requests have no completions yet, of all ranks."""
         return sum(self.world.gathered(len(draw.missing)))
 
-    def _absence(self, draw: Draw) -> EngineUnavailable | None:
-        """Draw this rank's missing completions; returns the engine's absence if that ended it."""
+    def _try(self, draw: Draw, expected: str | None, step: int) -> None:
+        """Draw this rank's missing completions with this version of the weights; `_settle` says what came of it."""
         try:
-            self._run(draw, self.sent, self.step)
-        except EngineUnavailable as error:
-            return error
-        return None
+            self._run(draw, expected, step)
+        except BaseException as error:
+            draw.error = error
 
-    def _interrupted(
-        self, draw: Draw, errors: Sequence[EngineUnavailable | None], left: int, failures: int = 1
-    ) -> None:
-        """Say that the engine is gone, if it is for any rank; what it has of the policy is not known then."""
-        error = next(filter(None, errors), None)
-        if error is None:
-            return
-        _check_failures(failures, error)
-        self.sent = None
-        say(f"{error}; {len(draw.requests) - left} of {len(draw.requests)} prompts have their completions")
+    def _settle(self, draw: Draw, before: int = 0, failures: int = 0) -> int:
+        """Keep what a try has drawn of `before` requests. Returns the number of tries in a row that drew nothing.
+
+        Raises what ended it on any rank, or says it if that was the engine's absence: then what it has of the policy is
+        not known. Raises EngineLost if that was so too often in a row.
+        """
+
+        def absence() -> EngineUnavailable | None:
+            error, draw.error = draw.error, None
+            if error is None or isinstance(error, EngineUnavailable):
+                return error
+            raise error
+
+        error = next(filter(None, self.world.together(absence)), None)
+        left = self._left(draw)
+        failures = failures + 1 if left == before else 1
+        if error is not None:
+            _check_failures(failures, error)
+            self.sent = None
+            say(f"{error}; {len(draw.requests) - left} of {len(draw.requests)} prompts have their completions")
+        return failures
 
     def _run(self, draw: Draw, expected: str | None, step: int) -> None:
         """Draw what is missing, with this version of the weights, until all is there or the engine fails."""
@@ -298,20 +263,6 @@ class CompletionSampler:
                     draw.numbers[name] += value
         if draw.missing:  # or it would be asked for them forever
             raise wrong(f"the completions of {len(missing) - len(draw.missing)} of {len(missing)} prompts")
-
-    def _assembled(self, draw: Draw) -> Rollout | None:
-        """The rollout of this rank's completions, if it has any."""
-        if not draw.share:
-            return None
-        completions = [completion for index in draw.share for completion in draw.done[index]]
-        first = sum(request.n for request in draw.requests[: draw.share.start])
-        examples = draw.examples[first : first + len(completions)]
-        steps = [draw.steps[index] for index in draw.share for _ in draw.done[index]]
-        return replace(
-            assemble(self.policy, examples, completions, draw.sampling),
-            serial=torch.arange(len(completions)) + draw.first + first,
-            weights_step=torch.tensor(steps),
-        )
 
 
 def _check_failures(count: int, error: EngineUnavailable) -> None:

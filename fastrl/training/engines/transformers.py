@@ -18,6 +18,7 @@ from fastrl.models.routing import record_routing
 from fastrl.training.batches.memory import fitting_completions
 from fastrl.training.batches.micro_batches import MicroBatches, Shape
 from fastrl.training.batches.rollout import rollout_logprobs
+from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.completions import assemble
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
@@ -186,17 +187,7 @@ def _difference(engine: TransformersEngine, seed: int) -> float:
     tokens = [min(token, policy.vocabulary - 1) for token in range(6)]
     examples = [Example("", {}, tokens[:4]), Example("", {}, tokens[4:])]
     requests = [Request(str(i), example.token_ids, 2, 4, seed, example) for i, example in enumerate(examples)]
-    sampling = Sampling(
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        eos_token_ids=(),  # one would end the comparison
-        stop=(),
-        logprobs=True,
-        supports=False,
-        routing=False,
-    )
+    sampling = Sampling.of(RolloutConfig(), (), greedy=False, record=True)  # an EOS would end the comparison
     try:
         with unsharded(policy.model):
             drawn = dict(engine.generate(requests, sampling))

@@ -19,8 +19,8 @@ from fastrl.base.errors import UserError
 from fastrl.training.data.examples import Example
 from fastrl.training.data.prompts import chat_text, described_tools
 from fastrl.training.data.transcript import Transcript
-from fastrl.training.engines.completions import check_weights
-from fastrl.training.engines.protocol import Completion, Engine, Request, Sampling, Weights
+from fastrl.training.engines.completions import check_weights, wrong
+from fastrl.training.engines.protocol import Completion, Engine, Request, Sampling
 from fastrl.training.models.policy import Policy
 from fastrl.training.parallel.seeds import seed_of
 from fastrl.training.parallel.timing import timed
@@ -111,6 +111,10 @@ class Dialogue:
         text = policy.text(self.token_ids)
         return Transcript(text, [dict(message) for message in self.messages]) if self.is_chat else text
 
+    def shown(self, policy: Policy) -> str:
+        """It in an error message."""
+        return show_sample(self.example, self.text(policy))
+
     def completion(self) -> Completion:
         """All of it, with what was recorded of every turn."""
         count = len(self.token_ids)
@@ -159,9 +163,6 @@ class Tools:
         """The calls that failed since the last time, as metrics; none without workers."""
         return {} if self.pool is None else self.pool.drain("tools")
 
-    def _sample(self, dialogue: Dialogue) -> str:
-        return show_sample(dialogue.example, dialogue.text(self.policy))
-
     def _checked(self, dialogue: Dialogue, answer: Any) -> Answer | None:
         if answer is None:
             return None
@@ -169,7 +170,7 @@ class Tools:
             return self._encoded(answer, dialogue), []
         if not dialogue.is_chat or not _are_messages(answer):
             form = "a text, a list of messages (each with role and content)" if dialogue.is_chat else "a text"
-            raise UserError(f"{self.source}: expected {form} or None, got {answer!r} for {self._sample(dialogue)}")
+            raise UserError(f"{self.source}: expected {form} or None, got {answer!r} for {dialogue.shown(self.policy)}")
         tokens, ends = self._encoded(self._rendered(dialogue, answer), dialogue), self.policy.eos_token_ids
         if dialogue.token_ids[-1] in ends and tokens[:1] and tokens[0] in ends:
             tokens = tokens[1:]  # the policy has ended its message itself
@@ -180,7 +181,8 @@ class Tools:
             return list(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # tokenizers raises nothing narrower for text that its vocabulary cannot encode
             raise UserError(
-                f"{self.source}: the tokenizer cannot read the answer {text!r} to {self._sample(dialogue)}: {error}"
+                f"{self.source}: the tokenizer cannot read the answer {text!r} to "
+                f"{dialogue.shown(self.policy)}: {error}"
             ) from error
 
     def _rendered(self, dialogue: Dialogue, answer: Messages) -> str:
@@ -211,19 +213,16 @@ class Tools:
         except Exception as error:  # a template raises what it likes
             raise UserError(
                 f"{self.source}: the tokenizer's chat template fails on the answer {answer!r} to "
-                f"{self._sample(dialogue)}: {error}"
+                f"{dialogue.shown(self.policy)}: {error}"
             ) from error
 
 
 def _are_messages(answer: Any) -> bool:
-    return (
-        isinstance(answer, list | tuple)
-        and bool(answer)
-        and all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
-            for message in answer
-        )
-    )
+    return isinstance(answer, list | tuple) and bool(answer) and all(map(_is_message, answer))
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 class Turns:
@@ -234,13 +233,10 @@ class Turns:
 
     def __init__(self, engine: Engine, tools: Tools, max_turns: int) -> None:
         self.engine, self.tools, self.max_turns = engine, tools, max_turns
+        self.update_weights, self.sleep, self.wake_up = engine.update_weights, engine.sleep, engine.wake_up
         self.version: str | None = None
         self.begun: dict[str, list[Dialogue]] = {}  # by the request's id
         self.numbers: dict[str, float] = {}
-
-    def update_weights(self, version: str, weights: Weights) -> None:
-        """Give them to the engine."""
-        self.engine.update_weights(version, weights)
 
     def use(self, version: str) -> None:
         """Go on with weights of this version; with other ones than before, what is not finished begins anew."""
@@ -252,14 +248,6 @@ class Turns:
         """The metrics since the last time: the seconds that tools took, and their calls that failed."""
         numbers, self.numbers = self.numbers, {}
         return numbers
-
-    def sleep(self) -> None:
-        """Have the engine sleep."""
-        self.engine.sleep()
-
-    def wake_up(self) -> None:
-        """Have the engine wake up."""
-        self.engine.wake_up()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
         """Each request's completions once the last of them is complete."""
@@ -274,35 +262,28 @@ class Turns:
 
     def _draw(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """The policy's next turn in all completions that wait for it."""
-        asked: list[Request] = []
-        askers: list[list[Dialogue]] = []  # the completions of each request that is asked
+        asked: list[tuple[Request, list[Dialogue]]] = []  # whose next turn it is for
         for request in requests:
-            if request.id in self.begun:
-                waiting = [dialogue for dialogue in self.begun[request.id] if dialogue.waits]
-                asked += [dialogue.next_request() for dialogue in waiting]
-                askers += [[dialogue] for dialogue in waiting]
-            else:
-                asked.append(request)
-                askers.append([Dialogue(request, number) for number in range(request.n)])
+            dialogues = self.begun.setdefault(request.id, [Dialogue(request, i) for i in range(request.n)])
+            if dialogues[0].turns:
+                asked += [(dialogue.next_request(), [dialogue]) for dialogue in dialogues if dialogue.waits]
+            else:  # the first turn of all
+                asked.append((request, dialogues))
         answered = 0
-        for index, turns in self.engine.generate(asked, sampling) if asked else ():
+        for index, turns in self.engine.generate([request for request, _ in asked], sampling) if asked else ():
             check_weights(turns, self.version)  # before one of old weights is kept for later turns
-            for dialogue, turn in zip(askers[index], turns, strict=True):
+            for dialogue, turn in zip(asked[index][1], turns, strict=True):
                 dialogue.add_turn(turn, self.tools.policy)
-            self.begun.setdefault(askers[index][0].request.id, askers[index])
             answered += 1
         if answered < len(asked):
-            raise UserError(
-                f"rollout.engine: the engine returned the completions of {answered} of {len(asked)} prompts"
-            )
+            raise wrong(f"the completions of {answered} of {len(asked)} prompts")
 
     def _answer(self, dialogues: Sequence[Dialogue]) -> None:
         """The tools' answer to each turn that ended, or the completion's end."""
-        answered = []
-        for dialogue in dialogues:
-            if not dialogue.done and not dialogue.waits:
-                dialogue.done = not dialogue.ended or dialogue.turns >= self.max_turns
-                answered += [] if dialogue.done else [dialogue]
+        spoken = [dialogue for dialogue in dialogues if not dialogue.done and not dialogue.waits]
+        for dialogue in spoken:
+            dialogue.done = not dialogue.ended or dialogue.turns >= self.max_turns
+        answered = [dialogue for dialogue in spoken if not dialogue.done]
         with timed("time/tools", self.numbers):
             answers = self.tools(answered) if answered else ()
         for name, count in self.tools.failures().items():

@@ -8,7 +8,8 @@ from fastrl.training.batches.rollout import Rollout
 from fastrl.training.config.sections import RolloutConfig
 from fastrl.training.data.examples import Example, PromptSampler
 from fastrl.training.data.streaming import StreamSampler
-from fastrl.training.engines.sampler import CompletionSampler, Draw
+from fastrl.training.engines.completions import Draw
+from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.parallel.world import World
 
 
