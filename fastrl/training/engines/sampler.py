@@ -168,29 +168,30 @@ class CompletionSampler:
             if self.asleep and self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()  # what torch keeps of the update, the engine cannot have
             weights = PolicyWeights(self.policy, whole=whole)
-            self.asleep, self.sent = self.world.first(lambda: self._give(weights, wait))
+            self.sent = self.world.first(lambda: self._give(weights, wait))
+            self.asleep = False  # one that sleeps is always waited for: it cannot draw ahead
         if isinstance(self.engine, Turns) and self.sent is not None:
             self.engine.use(self.sent)
 
-    def _give(self, weights: PolicyWeights, wait: bool) -> tuple[bool, str | None]:
-        """Give the engine the weights; returns whether it is asleep then, and the version that it has.
+    def _give(self, weights: PolicyWeights, wait: bool) -> str | None:
+        """Give the engine the weights; returns the version that it has then.
 
         Waits for one that does not answer, or without `wait` tries once. Raises EngineLost if it stays away for
         rollout.timeout, fails again and again, or a signal asks the run to end meanwhile.
         """
-        deadline, failures, said, asleep = time.monotonic() + self.settings.timeout, 0, False, self.asleep
-        while True:
+        deadline, failures = time.monotonic() + self.settings.timeout, 0
+        for tries in count():
             try:
-                if asleep:
+                if self.asleep:
                     self.engine.wake_up()
-                    asleep = False
+                    self.asleep = False
                 self.engine.update_weights(self.version, weights)
                 break
             except EngineUnavailable as error:
+                self.gone = True
                 if not wait:
                     say(f"{error}; it is asked again after the update")
-                    self.gone = True
-                    return asleep, None
+                    return None
                 failures = failures + 1 if isinstance(error, EngineFailed) else 0
                 _check_failures(failures, error)
                 left = deadline - time.monotonic()
@@ -200,14 +201,13 @@ class CompletionSampler:
                     raise EngineLost(
                         f"rollout.timeout: {error}; waited {self.settings.timeout:g} s for it, then gave up; start it"
                     ) from error
-                if not said:
+                if not tries:
                     say(f"{error}; trying again for up to {left:.0f} s")
-                    said = self.gone = True
                 time.sleep(min(PAUSE, left))
         if self.gone:
             say("the engine is there; going on")
             self.gone = False
-        return asleep, self.version
+        return self.version
 
     # --- completions ------------------------------------------------------------------------------------------------
 

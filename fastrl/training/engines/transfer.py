@@ -29,19 +29,17 @@ from fastrl.training.config.settings import import_for
 from fastrl.training.engines.http import Server
 from fastrl.training.engines.protocol import EngineFailed, Weights
 
-HOW = (
-    'start the engine with --weight-transfer-config \'{"backend": "nccl"}\' (between GPUs), "ipc" (on the trainer\'s '
-    'GPU) or "fastrl" (a file; fastrl must be installed beside vLLM)'
-)
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "fastrl-weights-"
 
 
 class Control:
-    """The steps of a weight update on the server, by the names that vLLM's senders call them."""
+    """The steps of a weight update on the server, by the names that vLLM's senders call them.
+
+    Each may take `timeout` seconds.
+    """
 
     def __init__(self, server: Server, timeout: float) -> None:
-        """`timeout` is the number of seconds that a step may take."""
         self.server, self.timeout = server, timeout
         self.version: str | None = None  # of the weights that are sent, which vLLM's senders leave out
 
@@ -49,21 +47,19 @@ class Control:
         self.server.post(path, body, self.timeout)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Tell the workers where they meet the trainer."""
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Begin; an update that a trainer left open when it was killed is ended, as all weights follow now."""
         try:
             self._post("/start_weight_update")
         except EngineFailed as error:
             if "already active" not in str(error):
                 raise
+            # A trainer that was killed in the middle of an update left it open; all weights follow now.
             self._post("/finish_weight_update", {"weight_version": None})
             self._post("/start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Have some weights loaded."""
         handles = update_info.get("ipc_handles")
         if handles is not None:  # which JSON cannot hold; vLLM's own client sends them in this form
             pickled = base64.b64encode(pickle.dumps(handles)).decode()
@@ -71,7 +67,6 @@ class Control:
         self._post("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End it; the weights have the version then."""
         self._post("/finish_weight_update", {"weight_version": weight_version or self.version})
 
 
@@ -90,7 +85,10 @@ def make_transfer(backend: str | None, control: Control, dtype: torch.dtype, wor
     if backend in ("nccl", "ipc"):
         return VLLMTransfer(backend, control, dtype, workers)
     what = "no way to take new weights" if backend is None else f"the weight transfer backend {backend!r}"
-    raise UserError(f"rollout.url: the engine has {what}; {HOW}")
+    raise UserError(
+        f'rollout.url: the engine has {what}; start the engine with --weight-transfer-config \'{{"backend": "nccl"}}\' '
+        '(between GPUs), "ipc" (on the trainer\'s GPU) or "fastrl" (a file; fastrl must be installed beside vLLM)'
+    )
 
 
 class FileTransfer:
@@ -124,18 +122,15 @@ def weights_file(weights: Weights, host: str) -> Iterator[Path]:
         descriptor = os.open(directory, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield _write(weights, Path(directory) / "model.safetensors", near)
+            path = Path(directory) / "model.safetensors"
+            try:
+                save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, path)
+            except (OSError, SafetensorError) as error:
+                hint = "; a container has as much shared memory as it is given (docker's --shm-size)" if near else ""
+                raise UserError(f"{path}: cannot write the weights for the engine: {error}{hint}") from error
+            yield path
         finally:
             os.close(descriptor)
-
-
-def _write(weights: Weights, path: Path, shared: bool) -> Path:
-    try:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, path)
-    except (OSError, SafetensorError) as error:
-        hint = "; a container has as much shared memory as it is given (docker's --shm-size)" if shared else ""
-        raise UserError(f"{path}: cannot write the weights for the engine: {error}{hint}") from error
-    return path
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -193,8 +188,7 @@ class VLLMTransfer:
             return
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        address = _own_address(self.control.server.host)
-        with _held_port(address) as port:
+        with _held_port(_own_address(self.control.server.host)) as (address, port):
             yield NCCLTrainerInitInfo(rank=0, world_size=1 + self.workers, master_address=address, master_port=port)
 
     def close(self) -> None:
@@ -221,8 +215,8 @@ def _own_address(host: str) -> str:
 
 
 @contextmanager
-def _held_port(address: str) -> Iterator[int]:
-    """A free port of this address, which nobody else is given while vLLM's sender comes to listen on it.
+def _held_port(address: str) -> Iterator[tuple[str, int]]:
+    """This address with a free port, which nobody else is given while vLLM's sender comes to listen on it.
 
     The sender takes a number and no socket. It binds the port with SO_REUSEADDR, which Linux allows beside a socket
     that has the option too and does not listen; whoever asks for any port, or has not the option, does not get it.
@@ -230,4 +224,4 @@ def _held_port(address: str) -> Iterator[int]:
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((address, 0))
-        yield holder.getsockname()[1]
+        yield holder.getsockname()

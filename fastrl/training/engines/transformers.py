@@ -74,14 +74,10 @@ class TransformersEngine:
             self.batch_size, self.halved = -(-size // 2), True
         return drawn
 
-    def update_weights(self, version: str, weights: Weights) -> None:
-        """Nothing to do: they are the policy's."""
-
-    def sleep(self) -> None:
-        """Nothing to free."""
-
-    def wake_up(self) -> None:
-        """Nothing to take."""
+    # Its weights are the policy's, and so is its memory.
+    def update_weights(self, version: str, weights: Weights) -> None: ...
+    def sleep(self) -> None: ...
+    def wake_up(self) -> None: ...
 
     def _draw(
         self, prompts: Tensor, mask: Tensor, limits: Tensor, seeds: Sequence[int], sampling: Sampling
@@ -106,38 +102,29 @@ class TransformersEngine:
         logprobs = None if recorder is None else recorder.logprobs(tokens, drawn).cpu()
         supports = recorder.sampling_mask(drawn).to("cpu") if recorder is not None and sampling.supports else None
         routing = None if experts is None else experts.routing(prompts.shape[1] + tokens.shape[1]).cpu()
-        rows = tokens.cpu()
-        completions = []
-        for row, length in enumerate(lengths):
-            first = row * tokens.shape[1]
-            used = torch.cat([mask[row].cpu(), drawn[row].cpu()])
-            completions.append(
-                Completion(
-                    rows[row, :length].tolist(),
-                    ended[row],
-                    None if logprobs is None else logprobs[row, :length].tolist(),
-                    None if supports is None else supports.index(torch.arange(first, first + length)),
-                    None if routing is None else routing[row][used],
-                )
+        rows, used = tokens.cpu(), torch.cat([mask, drawn], 1).cpu()
+        return [
+            Completion(
+                rows[row, :length].tolist(),
+                ended[row],
+                None if logprobs is None else logprobs[row, :length].tolist(),
+                None if supports is None else supports.index(row * rows.shape[1] + torch.arange(length)),
+                None if routing is None else routing[row][used[row]],
             )
-        return completions
+            for row, length in enumerate(lengths)
+        ]
 
     def _generate(self, prompts: Tensor, mask: Tensor, ends: "_Ends", sampling: Sampling) -> Tensor:
         """New tokens (b, up to the longest limit); everything after an EOS, or after `ends` says so, is padding."""
         # All are set, because transformers' default top_k is 50, and training uses only the recorded truncation.
-        options = {
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p or None,
-        }
+        options = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
         greedy = sampling.temperature == 0
         settings = GenerationConfig(
             max_new_tokens=int(ends.lengths.max()),
             eos_token_id=list(sampling.eos_token_ids),
             pad_token_id=self.policy.pad_token_id,
             do_sample=not greedy,
-            **({} if greedy else options),
+            **({} if greedy else options | {"min_p": sampling.min_p or None}),
         )
         model, finite = self.policy.model, _Finite(prompts.device)
         with _neutral_generation_config(model), keeping_cache(model), self.policy.precision():
