@@ -9,6 +9,7 @@ worker processes it is called with one completion at a time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +49,7 @@ class Dialogue:
     logprobs: list[float] = field(default_factory=list)
     masks: list[SamplingMask] = field(default_factory=list)  # a turn's, an answer's, ...
     routed_experts: Any = None  # the last turn's record, which covers the whole sequence
-    versions: set[str] = field(default_factory=set)  # of the weights
+    weights: str | None = None  # their version
     messages: list[dict[str, Any]] = field(default_factory=list)  # of a chat; the last one is the policy's
     begin: int = 0  # the first token of the last message
     turns: int = 0  # of the policy
@@ -88,8 +89,8 @@ class Dialogue:
         self.drawn += [True] * len(turn.token_ids)
         self.logprobs += [] if turn.logprobs is None else turn.logprobs
         self.masks += [] if turn.sampling_mask is None else [turn.sampling_mask]
-        self.versions |= set() if turn.weights is None else {turn.weights}
-        self.routed_experts, self.ended, self.turns, self.waits = turn.routed_experts, turn.ended, self.turns + 1, False
+        self.weights, self.routed_experts = turn.weights, turn.routed_experts
+        self.ended, self.turns, self.waits = turn.ended, self.turns + 1, False
         if self.is_chat:
             self.messages[-1:] = [{"role": "assistant", "content": policy.text(self.token_ids[self.begin :])}]
 
@@ -124,7 +125,7 @@ class Dialogue:
             self.logprobs if len(self.logprobs) == count else None,
             SamplingMask.concat(self.masks) if sum(map(len, self.masks)) == count else None,
             self.routed_experts,
-            "+".join(sorted(self.versions)) or None,
+            self.weights,
             self.drawn,
             self.messages if self.is_chat else None,
         )
@@ -177,13 +178,8 @@ class Tools:
         return tokens, answer
 
     def _encoded(self, text: str, dialogue: Dialogue) -> list[int]:
-        try:
+        with self._blamed(dialogue, f"the tokenizer cannot read the answer {text!r}"):
             return list(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])
-        except Exception as error:  # tokenizers raises nothing narrower for text that its vocabulary cannot encode
-            raise UserError(
-                f"{self.source}: the tokenizer cannot read the answer {text!r} to "
-                f"{dialogue.shown(self.policy)}: {error}"
-            ) from error
 
     def _rendered(self, dialogue: Dialogue, answer: Messages) -> str:
         """What the chat template writes from the end of the policy's message to the beginning of its next one."""
@@ -208,13 +204,15 @@ class Tools:
         marked = [*prompt, *dialogue.messages[:-1], {"role": "assistant", "content": PLACE}, *answer]
         tools = described_tools(dialogue.example.columns.get("tools"), dialogue.example.source)
         options: dict[str, Any] = {"add_generation_prompt": True, **self.template, **tools}
-        try:
+        with self._blamed(dialogue, f"the tokenizer's chat template fails on the answer {answer!r}"):
             return chat_text(self.policy.tokenizer, marked, **options)
-        except Exception as error:  # a template raises what it likes
-            raise UserError(
-                f"{self.source}: the tokenizer's chat template fails on the answer {answer!r} to "
-                f"{dialogue.shown(self.policy)}: {error}"
-            ) from error
+
+    @contextmanager
+    def _blamed(self, dialogue: Dialogue, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # templates raise what they like, tokenizers nothing narrower for a foreign text
+            raise UserError(f"{self.source}: {what} to {dialogue.shown(self.policy)}: {error}") from error
 
 
 def _are_messages(answer: Any) -> bool:
