@@ -58,7 +58,7 @@ class Server:
 
         Raises EngineUnavailable if there is none, EngineFailed for a 5xx, and UserError for what is no success else.
         """
-        return self._ask("POST", path, {} if body is None else body, timeout)
+        return self._ask("POST", path, body or {}, timeout)
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
         with self._reached():

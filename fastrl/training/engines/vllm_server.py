@@ -91,17 +91,12 @@ class VLLMServer:
         """Take the memory again."""
         self._post("/wake_up")
 
-    def _get(self, path: str, name: str) -> Any:
-        """A field of an answer that is an object."""
-        answer = self.server.get(path)
-        return answer.get(name) if isinstance(answer, Mapping) else None
-
     def _post(self, path: str) -> None:
         self.server.post(path, timeout=self.settings.timeout)
 
     def _version(self) -> Any:
         """The version of the server's weights: the last that it was given."""
-        return self._get("/weight_info", "weight_version")
+        return _field(self.server.get("/weight_info"), "weight_version")
 
     def _disconnect(self) -> None:
         if self.transfer is not None:
@@ -112,22 +107,21 @@ class VLLMServer:
         """Check that the server is the one that the run needs, and set up the way of its weights."""
         self.server.get(HEALTH)
         info = self.server.get("/server_info?config_format=json", timeout=60.0)  # it looks at its machine first
-        config = info.get("vllm_config") if isinstance(info, Mapping) else None
-        model = config.get("model_config") if isinstance(config, Mapping) else None
-        if not isinstance(config, Mapping) or not isinstance(model, Mapping):
+        config = _field(info, "vllm_config")
+        model = _field(config, "model_config")
+        if not isinstance(model, Mapping):
             raise UserError(f"rollout.url: {self.server.url} is no vLLM server: /server_info has no model_config")
-        self._check({**model, **(config.get("aux_output_config") or {})})
+        self._check({**model, **(_field(config, "aux_output_config") or {})})
         check_tokenizer(self.policy.tokenizer, self._decode, f"vLLM at {self.server.url}", "--model or --tokenizer")
-        backend = (config.get("weight_transfer_config") or {}).get("backend")
+        backend = _field(_field(config, "weight_transfer_config"), "backend")
         dtype = getattr(torch, str(model.get("dtype")).removeprefix("torch."), torch.float32)
-        if self._get("/is_sleeping", "is_sleeping"):  # since a run that was killed
+        if _field(self.server.get("/is_sleeping"), "is_sleeping"):  # since a run that was killed
             self.wake_up()
-        control = Control(self.server, self.settings.timeout)
-        return make_transfer(backend, control, dtype, int(self._get("/get_world_size", "world_size")))
+        workers = int(_field(self.server.get("/get_world_size"), "world_size"))
+        return make_transfer(backend, Control(self.server, self.settings.timeout), dtype, workers)
 
     def _decode(self, ids: list[int]) -> Any:
-        answer = self.server.post("/detokenize", {"tokens": ids}, timeout=self.settings.timeout)
-        return answer.get("prompt") if isinstance(answer, Mapping) else None
+        return _field(self.server.post("/detokenize", {"tokens": ids}, timeout=self.settings.timeout), "prompt")
 
     def _check(self, options: Mapping[str, Any]) -> None:
         """Raise UserError for an option of the server without which the rollout would be another one."""
@@ -149,6 +143,11 @@ class VLLMServer:
                 f"rollout.url: vLLM at {self.server.url} takes {room} tokens of prompt and completion, and this run "
                 f"has up to {self.longest}; start it with --max-model-len {self.longest}"
             )
+
+
+def _field(answer: Any, name: str) -> Any:
+    """A field of what should be an object; None if it is not, or lacks it."""
+    return answer.get(name) if isinstance(answer, Mapping) else None
 
 
 def sampling_params(request: Request, sampling: Sampling, records_supports: bool) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def completions(answer: Any, request: Request, sampling: Sampling, url: str) -> 
     def wrong(problem: str) -> UserError:
         return UserError(f"rollout.url: vLLM at {url} answered {GENERATE} {problem}")
 
-    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    choices = _field(answer, "choices")
     if not isinstance(choices, list) or len(choices) != request.n:
         count = len(choices) if isinstance(choices, list) else "no"
         raise wrong(f"with {count} completions of a prompt, expected {request.n}")
