@@ -34,7 +34,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from fastrl import GRPO, linear_policy_loss
 from fastrl.base.system import field
 from fastrl.bench.machine import describe
-from fastrl.training.batches.loss_calls import LossCall, chosen_plans
+from fastrl.objectives.row_local import TOKEN
+from fastrl.training.batches.loss_calls import LossCall, loss_plans
 from fastrl.training.batches.memory import activation_bytes
 from fastrl.training.batches.micro_batches import MicroBatches, Shape
 from fastrl.training.batches.rollout import Rollout, hidden_states
@@ -126,8 +127,8 @@ def stated(policy: Policy, limit: int, longest: int, packed: bool) -> int:
     """What a run with this limit says that its micro-batches and losses take, modelled, in bytes."""
     settings = ModelConfig(path="random")
     held = activation_bytes(policy.model, settings, limit, PROMPT + longest, packed)
-    call = LossCall("the loss", limit, limit, longest, packed, GRPO(kl_coef=0), own_leaf=True)
-    (plan,) = chosen_plans(TokenTrainingConfig(), settings, policy, [call])
+    call = LossCall("the loss", limit, limit, longest, packed, TOKEN, own_leaf=True)
+    (plan,) = loss_plans(TokenTrainingConfig(), settings, policy.device, [call], policy)
     return held + plan.temporary_bytes
 
 

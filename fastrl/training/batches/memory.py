@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastrl.planning.budget import BudgetTooSmall, memory_bytes
+from fastrl.base.errors import UserError
+from fastrl.planning.budget import memory_bytes
 from fastrl.planning.plans import Plan
 from fastrl.training.batches.micro_batches import MicroBatches, with_tokens
 from fastrl.training.config.sections import ModelConfig
@@ -30,10 +31,14 @@ class Expected(NamedTuple):
 
     weights: int  # of all models, on the device already
     updates: int  # gradients and AdamW's two moments
-    losses: int  # temporary, in the plan that takes most
     activations: int  # modelled
-    plan: Plan | None = None  # that one
+    plan: Plan | None = None  # the losses' plan that takes most
     gathered: int = 0  # what calls of sharded models gather, and its gradients
+
+    @property
+    def losses(self) -> int:
+        """What that plan takes."""
+        return 0 if self.plan is None else self.plan.temporary_bytes
 
     @property
     def more(self) -> int:
@@ -50,7 +55,7 @@ def expected(models: Sequence[torch.nn.Module], activations: int, plans: Sequenc
     updates = 3 * sum(map(local_bytes, trained)) + max((p.nbytes for p in trained), default=0)
     held = 2 * sum(gathered_bytes(model, layers_of(model)) for model in models)
     plan = max(plans, key=lambda plan: plan.temporary_bytes, default=None)
-    return Expected(weights, updates, 0 if plan is None else plan.temporary_bytes, activations, plan, held)
+    return Expected(weights, updates, activations, plan, held)
 
 
 def activation_bytes(model: Any, settings: ModelConfig, tokens: int, longest: int, packed: bool = False) -> int:
@@ -74,11 +79,9 @@ def activation_bytes(model: Any, settings: ModelConfig, tokens: int, longest: in
 def _feed_forward(config: Any, hidden: int) -> int:
     """The units of the feed-forward layers that a token passes through."""
     dense = getattr(config, "intermediate_size", None) or 4 * hidden
-    experts = getattr(config, "num_experts_per_tok", None) or 0
-    routed = (experts + (getattr(config, "n_shared_experts", None) or 0)) * (
-        getattr(config, "moe_intermediate_size", None) or 0
-    )
-    return max(max(dense) if isinstance(dense, list) else dense, routed)
+    names = ("num_experts_per_tok", "n_shared_experts", "moe_intermediate_size")
+    experts, shared, units = (getattr(config, name, None) or 0 for name in names)
+    return max(max(dense) if isinstance(dense, list) else dense, (experts + shared) * units)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -126,7 +129,7 @@ def largest_limit(whole: int, alone: int, expect: Callable[[int], Expected], fre
         try:
             if expect(tokens).more <= free or tokens == alone:
                 break
-        except BudgetTooSmall:  # which may fit the largest row but not two that are as large together
+        except UserError:  # a budget of the losses may be enough for the largest row but not for two as large
             pass
         half = -(-tokens // 2)
         tokens = max(half, alone) if tokens > alone else half
@@ -139,18 +142,16 @@ def with_micro_batches(
     sizes: tuple[int, int, int],
     plans: Callable[[int], Sequence[Plan]],
     *,
-    reserved: float = 0.0,
-    text: int = 0,
+    text: tuple[int, int] = (0, 0),
     cut: bool = True,
     world: World = ALONE,
 ) -> tuple[Any, MicroBatches, Expected]:
     """The config with the tokens of its micro-batches, these, and what the run is expected to take.
 
-    A number that is not given is an update's, halved until the run fits what the device has free now, but for what is
-    `reserved`. `models`: the trained one first; `sizes`: tokens of an update, of its largest row and of its longest
-    sequence; `plans`: of the losses, for so many tokens; `text`: activations of a forward of text, in bytes. Without
-    `cut` an update stays whole.
-    The ranks of `world` share an update out, and have the same number.
+    A number that is not given is an update's, halved until the run fits what the device has free now. `models`: the
+    trained one first; `sizes`: tokens of an update, of its largest row and of its longest sequence; `plans`: of the
+    losses, for so many tokens; `text`: tokens of another forward, and of its longest sequence. Without `cut` an update
+    stays whole. The ranks of `world` share an update out, and have the same number. Raises UserError as `loss_plans`.
     """
     (whole, alone, longest), packed = sizes, getattr(config.training, "packing", False)
     share = min(-(-whole // world.size) + alone, whole)  # a rank's, at most
@@ -158,13 +159,13 @@ def with_micro_batches(
     def expect(tokens: int) -> Expected:
         most = min(max(tokens, alone), share)
         held = activation_bytes(models[0], config.model, most, longest, packed)
-        return expected(models, max(held, text), plans(tokens))
+        return expected(models, max(held, activation_bytes(models[0], config.model, *text)), plans(tokens))
 
     if not cut:
         return config, MicroBatches(whole, packed, world=world), expect(whole)
     device = next(models[0].parameters()).device
     # Ranks on CPUs are taken to share one.
-    free = SHARE * free_bytes(device) / (world.size if device.type == "cpu" else 1) - reserved
+    free = SHARE * free_bytes(device) / (world.size if device.type == "cpu" else 1)
     tokens = min(config.training.micro_batch_tokens or largest_limit(whole, alone, expect, free), whole)
     tokens = min(world.gathered(tokens))
     return with_tokens(config, tokens), MicroBatches(tokens, packed, world=world), expect(tokens)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fastrl import RolloutCorrection
+from fastrl import Objective, RolloutCorrection
 from fastrl.rewards.names import name_of
 from fastrl.training.config.data import HeldOutConfig, PromptsConfig
 from fastrl.training.config.objective import ObjectiveConfig, reads_sampler
@@ -268,7 +268,38 @@ class Config(Section):
     @property
     def has_policy_loss(self) -> bool:
         """Whether the loss has the objective's in it."""
-        return self.rewarded or (self.distillation is not None and self.distillation.form == "sampled")
+        return self.rewarded or self.distils_samples
+
+    @property
+    def distils_samples(self) -> bool:
+        """Whether a teacher's log-probabilities of the sampled tokens are advantages."""
+        return self.distillation is not None and self.distillation.form == "sampled"
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the policy is still the one that sampled at every update: one update per rollout."""
+        return self.training.epochs * self.training.minibatches == 1
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether a KL to the reference is subtracted from each token's reward."""
+        return self.kl is not None and self.kl.place == "reward"
+
+    @property
+    def needs_gradient_norms(self) -> bool:
+        """Whether the advantages read the tokens' squared score norms."""
+        return self.rewarded and self.advantages.estimator == "optimal_token_baseline"
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a step reads the log-probabilities of the policy before its first update."""
+        return (self.has_policy_loss and not self.on_policy) or self.kl_in_reward or self.distils_samples
+
+    def needs_reference(self, objective: Objective) -> bool:
+        """Whether a step with this objective, the built one with the changes from the other tables, reads those of the
+        reference."""
+        kl = objective.kl if self.has_policy_loss else None
+        return self.kl_in_reward or (kl is not None and kl.needs_reference)
 
     @property
     def name(self) -> str:

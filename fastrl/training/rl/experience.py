@@ -47,10 +47,9 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
     check_sampled(rollout, run.distillation.teacher if run.distillation else run.teacher, run.policy)
     options = run.config.rollout.temperature, run.micro_batches, run.config.training.memory_budget
     with run.world.working("time/logprobs", numbers):
-        needs_old = (run.policy_coef > 0 and not run.on_policy) or run.kl_in_reward or run.teacher is not None
-        extras = ("log_sum_sq_probs",) if run.needs_gradient_norms else ()
+        extras = ("log_sum_sq_probs",) if run.config.needs_gradient_norms else ()
         old, squares = None, None
-        if needs_old or extras:
+        if run.config.needs_old_logprobs or extras:
             old, *more = rollout_statistics(run.policy, rollout, *options, extras)
             squares = more[0] if more else None
         ref, taught = (
@@ -72,7 +71,7 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
         numbers["teacher_logprob"] = taught.sum().item() / count
         rollout = add_distillation(run, rollout, old, taught)
     # With a single update per rollout the policy is still the one that sampled. None tells the losses so.
-    return (replace(rollout, old_logprobs=None) if run.on_policy else rollout), samples
+    return (replace(rollout, old_logprobs=None) if run.config.on_policy else rollout), samples
 
 
 def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], list[dict[str, object]]]:
@@ -222,7 +221,7 @@ def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:
         )
     if settings.grouped and not settings.per_token:
         # A response that does not count has no token to carry its score, but its group's baseline still includes it.
-        scores = _token_rewards(run, rollout).sum(1).where(mask.any(1), rewards) if run.kl_in_reward else rewards
+        scores = _token_rewards(run, rollout).sum(1).where(mask.any(1), rewards) if run.config.kl_in_reward else rewards
         return replace(rollout, response_advantages=_compared(run, rollout, scores, groups))
     token_rewards = _token_rewards(run, rollout)
     if estimator == "optimal_token_baseline":
@@ -288,7 +287,7 @@ def _token_rewards(run: Run, rollout: Rollout) -> Tensor:
     """Each response's reward at its last token, less the KL penalty at each token if it is in the reward: (B, T)."""
     rewards, mask, old, ref = rollout.rewards, rollout.mask, rollout.old_logprobs, rollout.ref_logprobs
     assert rewards is not None  # set by _sample
-    if run.kl_in_reward and run.kl and old is not None and ref is not None:
+    if run.config.kl_in_reward and run.kl and old is not None and ref is not None:
         return kl_penalized_rewards(rewards, old, ref, mask, beta=run.kl.coef.cpu(), kind=run.kl.config.kind)
     zeros = torch.zeros(mask.shape)
     return kl_penalized_rewards(rewards, zeros, zeros, mask, beta=0.0)

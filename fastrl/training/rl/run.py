@@ -11,8 +11,8 @@ from fastrl import KL, CovarianceClip, Objective
 from fastrl.base.errors import UserError
 from fastrl.models.routing import has_routers
 from fastrl.training.batches.distillation import Distillation
-from fastrl.training.batches.loss_calls import check_budget
-from fastrl.training.batches.memory import Expected
+from fastrl.training.batches.loss_calls import loss_plans
+from fastrl.training.batches.memory import Expected, with_micro_batches
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.config.objective import ranks_tokens, reads_sampler
 from fastrl.training.config.train import Config
@@ -29,7 +29,7 @@ from fastrl.training.rewards.model import make_rewards
 from fastrl.training.rewards.scoring import RewardFunctions, Rewards
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.training.rl.critic import Critic
-from fastrl.training.rl.memory import loss_calls, with_micro_batches
+from fastrl.training.rl.memory import loss_calls
 from fastrl.training.rl.rollouts import Rollouts
 from fastrl.training.run.checkpoint import Trained, read_checkpoint
 from fastrl.training.run.optimizer import make_optimizer
@@ -67,21 +67,6 @@ class Run:
         return self.micro_batches.world
 
     @property
-    def kl_in_reward(self) -> bool:
-        """Whether a KL to the reference is subtracted from each token's reward."""
-        return self.config.kl is not None and self.config.kl.place == "reward"
-
-    @property
-    def needs_gradient_norms(self) -> bool:
-        """Whether the advantages read the tokens' squared score norms."""
-        return self.config.rewarded and self.config.advantages.estimator == "optimal_token_baseline"
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether the policy is still the one that sampled at every update: one update per rollout."""
-        return self.config.training.epochs * self.config.training.minibatches == 1
-
-    @property
     def update_batches(self) -> MicroBatches:
         """The micro-batches of an update: those of any forward, or all of it if tokens are ranked."""
         return replace(self.micro_batches, limit=None) if ranks_tokens(self.objective) else self.micro_batches
@@ -98,20 +83,18 @@ def make_run(config: Config, world: World = ALONE) -> Run:
     objective, kl, entropy = _objective(config, device)
     if config.distillation is not None:
         check_teacher(config.distillation, config.model)
-    calls = loss_calls(config, objective, config.training.micro_batch_tokens or 1)
-    check_budget(config.training, config.model, device, calls)
+    training = config.training
+    if training.memory_budget is not None:  # before the model is loaded
+        loss_plans(training, config.model, device, loss_calls(config, objective, training.micro_batch_tokens or 1))
     functions = RewardFunctions(config.reward, config.evaluation.metrics, world)
     rewards = make_rewards(config.reward, functions, device, config.model.trust_remote_code, world)
-    policy = load_policy(config.model, device, packing=config.training.packing, world=world)
-    check_budget(config.training, config.model, device, calls, policy)
+    policy = load_policy(config.model, device, packing=training.packing, world=world)
     teacher, distillation = _teacher(config, policy, world)
-    reads_reference = config.has_policy_loss and objective.kl is not None and objective.kl.needs_reference
-    reads_reference |= config.kl is not None and config.kl.place == "reward"
     limit = max_positions(policy.model, *([teacher.model] if teacher else []))
     room = Room.of(config.data, limit, config.rollout.max_new_tokens)
     if config.rollout.keep_routing and not has_routers(policy.model):
         raise UserError("rollout.keep_routing: the model is no mixture of experts whose routers are known")
-    training, settings = config.training, config.optimizer
+    settings = config.optimizer
     prompts = PromptFormat.of(config.data, policy.tokenizer)
     sampler = _sampler(config, prompts, room, world)
     held_out_source = config.data.eval_source
@@ -125,7 +108,7 @@ def make_run(config: Config, world: World = ALONE) -> Run:
     longest = _longest(config, sampler, held_out)
     pretraining = config.pretraining
     critic = None if config.critic is None else Critic(policy, config.critic.shared, world)
-    reference = reference_of(policy, world) if reads_reference else None
+    reference = reference_of(policy, world) if config.needs_reference(objective) else None
     others = [model.model for model in (reference, teacher) if model] + ([critic] if critic else [])
     for model in [policy.model, *others]:
         fix_frequencies(model, max(longest or limit or 0, pretraining.length if pretraining else 0))
@@ -143,7 +126,16 @@ def make_run(config: Config, world: World = ALONE) -> Run:
             "several are no faster there",
             file=sys.stderr,
         )
-    config, micro_batches, memory = with_micro_batches(config, objective, policy, others, longest, world)
+    length = longest or 2 * config.rollout.max_new_tokens
+    config, micro_batches, memory = with_micro_batches(
+        config,
+        [policy.model, *others],
+        (config.minibatch * length, length, length),
+        lambda tokens: loss_plans(training, config.model, device, loss_calls(config, objective, tokens), policy),
+        text=(pretraining.batch_size * pretraining.length, pretraining.length) if pretraining else (0, 0),
+        cut=not ranks_tokens(objective),
+        world=world,
+    )
     return Run(
         config,
         policy,

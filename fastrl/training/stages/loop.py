@@ -16,11 +16,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastrl import Objective
 from fastrl.base.errors import UserError
 from fastrl.models.patching import is_sharded
 from fastrl.planning.plans import Plan
-from fastrl.training.batches.loss_calls import LossCall, check_budget, chosen_plans
+from fastrl.training.batches.loss_calls import LossCall, loss_plans
 from fastrl.training.batches.memory import with_micro_batches
 from fastrl.training.batches.micro_batches import MicroBatches, Shape
 from fastrl.training.config.sections import OptimizerConfig
@@ -152,20 +151,18 @@ def train_policy(
     resume: bool,
     *,
     per_row: int = 1,
-    objective: Objective | None = None,
     calls: Callable[[LossCall], list[LossCall]] = lambda call: [call],
 ) -> dict[str, Any]:
     """Run a stage that trains a policy, or the rest of it; returns the run's summary.
 
-    `completions` returns the `per_row` completions of each row, and `objective` is as in `LossCall`; `calls` returns
-    the calls of the losses over the rows of one. Raises UserError before the first update for input that cannot be
-    used.
+    `completions` returns the `per_row` completions of each row, `calls` the calls of the losses over the rows of one.
+    Raises UserError before the first update for input that cannot be used.
     """
     training, data = config.training, config.data
     with prepared_stage(config, name, resume) as (world, checkpoint):
-        tokens = training.micro_batch_tokens or 1  # the least that may be chosen
         device = world.device
-        check_budget(training, config.model, device, calls(largest_call(training, [1] * per_row, 1, objective)))
+        if training.memory_budget is not None:  # before the model is loaded
+            loss_plans(training, config.model, device, calls(LossCall("the loss", 1, 1, 1, training.packing)))
         policy = load_policy(config.model, device, packing=training.packing, world=world)
         stage = make(policy, world)
         reader = Reader.of(data, policy.tokenizer, training.max_length, max_positions(*stage.models))
@@ -177,33 +174,23 @@ def train_policy(
         if empty := lengths.count(1):  # the end of the turn alone
             print(f"fastrl: warning: {empty} of {len(lengths)} completions are empty", file=sys.stderr)
 
-        def largest(tokens: int) -> list[LossCall]:
-            return calls(largest_call(training, lengths, max(tokens, per_row * max(lengths)), objective, per_row))
+        def plans(tokens: int) -> list[Plan]:
+            call = largest_call(training, lengths, per_row, tokens)
+            return loss_plans(training, config.model, device, calls(call), policy)
 
-        check_budget(training, config.model, device, largest(tokens), policy)
-        return fit(
-            stage,
-            rows,
-            held_out,
-            config,
-            name,
-            checkpoint,
-            world,
-            lambda tokens: chosen_plans(training, config.model, policy, largest(tokens)),
-        )
+        return fit(stage, rows, held_out, config, name, checkpoint, world, plans)
 
 
-def largest_call(
-    training: TokenTrainingConfig, lengths: list[int], tokens: int, objective: Objective | None, per_row: int = 1
-) -> LossCall:
+def largest_call(training: TokenTrainingConfig, lengths: list[int], per_row: int, tokens: int) -> LossCall:
     """The largest call of the loss in an update of completions of these lengths, with micro-batches of so many tokens.
 
     `lengths` are in tokens, `per_row` of them a row's.
     """
     sequences, longest = min(training.batch_size * per_row, len(lengths)), max(lengths)
+    tokens = max(tokens, per_row * longest)
     valid = min(sum(sorted(lengths)[-sequences:]), tokens)
     rows = valid if training.packing else min(sequences * longest, tokens)
-    return LossCall("the loss", valid, rows, longest, training.packing, objective)
+    return LossCall("the loss", valid, rows, longest, training.packing)
 
 
 def fit(

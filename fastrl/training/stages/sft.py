@@ -5,12 +5,12 @@ the mean divergence from its distributions of these tokens. On the model's own s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from fastrl import REINFORCE, linear_cross_entropy
+from fastrl import linear_cross_entropy
+from fastrl.objectives.row_local import TOKEN
 from fastrl.training.batches.distillation import Distillation
 from fastrl.training.batches.loss_calls import LossCall
 from fastrl.training.batches.micro_batches import Shape
@@ -90,12 +90,13 @@ def train(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
         return SFT(policy, training, Distillation(teacher, settings, packing=packing, memory_budget=budget))
 
     def calls(call: LossCall) -> list[LossCall]:
+        call = call._replace(scope=TOKEN)
         if settings is None:
             return [call]
-        divergence = replace(call, what="the divergence", teacher=teacher_width(settings, config.model))
+        divergence = call._replace(what="the divergence", teacher=teacher_width(settings, config.model))
         return [divergence] if settings.coef == 1 else [call, divergence]
 
-    return train_policy(make, parse, list, config, "sft", resume, objective=REINFORCE(), calls=calls)
+    return train_policy(make, parse, list, config, "sft", resume, calls=calls)
 
 
 def main(config: SFTConfig, resume: bool) -> int:

@@ -9,7 +9,7 @@ from run_files import repeatable
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fastrl.training.batches.memory as memory
-from fastrl.planning.budget import BudgetTooSmall
+from fastrl.base.errors import UserError
 from fastrl.training.batches.memory import Expected, activation_bytes, expected, free_bytes, largest_limit
 from fastrl.training.config.sections import ModelConfig
 from fastrl.training.rl.train import train
@@ -27,8 +27,8 @@ def test_the_most_that_fits_is_taken_in_halves(free, tokens):
     def expect(tokens):
         asked.append(tokens)
         if tokens > 100:
-            raise BudgetTooSmall("too small", 1)
-        return Expected(10**6, 40, 0, 6 * tokens)
+            raise UserError("training.memory_budget: too small")
+        return Expected(10**6, 40, 6 * tokens)
 
     assert largest_limit(200, 30, expect, free) == tokens
     assert asked == [n for n in (200, 100, 50, 30) if n >= tokens]

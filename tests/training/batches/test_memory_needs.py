@@ -1,14 +1,14 @@
 """A memory budget that is too small is said before the model is loaded, and the one that is named is enough."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from mistakes import error_of
 from run_files import config_of
 
+import fastrl.training.batches.loss_calls as loss_calls
 import fastrl.training.models.policy as loading
-import fastrl.training.rl.run as module
-from fastrl.base.errors import UserError
 from fastrl.cli import main
 from fastrl.training.rl.train import train
 from fastrl.training.stages import dpo, sft
@@ -55,17 +55,18 @@ def test_the_smallest_that_is_named_is_enough_for_the_run(make_config, tmp_path,
 
 
 def test_what_the_models_config_does_not_say_is_asked_of_the_model(make_config, monkeypatch):
-    check, asked = module.check_budget, []
+    loaded, load = [], loading.load_weights
 
-    def spy(*args):
-        asked.append(len(args))
-        if len(args) == 5:  # with the policy
-            check(*args)
+    def spy(*args, **kwargs):
+        loaded.append(args)
+        return load(*args, **kwargs)
 
-    monkeypatch.setattr(module, "check_budget", spy)
-    with pytest.raises(UserError, match=r"^training\.memory_budget: too small"):
-        train(make_config(training={"memory_budget": "1000"}))
-    assert asked == [4, 5]
+    monkeypatch.setattr(loading, "load_weights", spy)
+    said = error_of(train, make_config(training={"memory_budget": "1000"}))
+    assert said.startswith("training.memory_budget: too small") and not loaded
+    monkeypatch.setattr(loss_calls, "load_config", lambda config: SimpleNamespace(get_text_config=SimpleNamespace))
+    assert error_of(train, make_config(training={"memory_budget": "1000"})) == said
+    assert len(loaded) == 1
 
 
 @pytest.mark.parametrize("stage", [sft, dpo])
@@ -92,7 +93,7 @@ def test_the_stages_say_it_before_the_model_and_for_their_rows(example, tmp_path
 
 
 def test_what_no_config_says_is_one_line_too(example, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(module, "check_budget", lambda *args: None)
+    monkeypatch.setattr(loss_calls, "parse_budget", lambda budget: None)
     arguments = ["train", str(example / "config.toml"), "--training.memory_budget", "1000", "--training.device", "cpu"]
     assert main([*arguments, "--logging.output_dir", str(tmp_path), "--logging.tensorboard", "false"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
