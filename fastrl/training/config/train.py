@@ -325,7 +325,7 @@ class Config(Section):
         unused = {
             "advantages.estimator": not self.rewarded and self.advantages.estimator in ("process", "gae"),
             "rollout.dynamic_sampling": not self.rewarded and self.rollout.dynamic_sampling,
-            "kl.place": not self.rewarded and self.kl is not None and self.kl.place == "reward",
+            "kl.place": not self.rewarded and self.kl_in_reward,
             "kl": not self.has_policy_loss and self.kl is not None,
             "rollout_correction": not self.has_policy_loss and self.rollout_correction is not None,
             "entropy": not self.has_policy_loss and self.entropy is not None,
@@ -359,7 +359,7 @@ class Config(Section):
             raise ValueError('advantages.estimator = "process" and reward.steps go together')
         if self.entropy is not None and not float(objective.entropy_coef) > 0:
             raise ValueError("entropy: objective.entropy_coef must be the positive coefficient to start from")
-        if self.kl is not None and self.kl.place == "reward" and estimator in ("process", "decoupled", "maxrl"):
+        if self.kl_in_reward and estimator in ("process", "decoupled", "maxrl"):
             raise ValueError(f'kl.place: a KL in the reward does not go with advantages.estimator = "{estimator}"')
         if estimator == "optimal_token_baseline" and self.rollout.truncates:
             raise ValueError(

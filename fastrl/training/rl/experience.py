@@ -221,7 +221,7 @@ def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:
         )
     if settings.grouped and not settings.per_token:
         # A response that does not count has no token to carry its score, but its group's baseline still includes it.
-        scores = _token_rewards(run, rollout).sum(1).where(mask.any(1), rewards) if run.config.kl_in_reward else rewards
+        scores = _token_rewards(run, rollout).sum(1).where(mask.any(1), rewards) if run.kl_in_reward else rewards
         return replace(rollout, response_advantages=_compared(run, rollout, scores, groups))
     token_rewards = _token_rewards(run, rollout)
     if estimator == "optimal_token_baseline":
@@ -287,7 +287,7 @@ def _token_rewards(run: Run, rollout: Rollout) -> Tensor:
     """Each response's reward at its last token, less the KL penalty at each token if it is in the reward: (B, T)."""
     rewards, mask, old, ref = rollout.rewards, rollout.mask, rollout.old_logprobs, rollout.ref_logprobs
     assert rewards is not None  # set by _sample
-    if run.config.kl_in_reward and run.kl and old is not None and ref is not None:
+    if run.kl_in_reward and run.kl and old is not None and ref is not None:
         return kl_penalized_rewards(rewards, old, ref, mask, beta=run.kl.coef.cpu(), kind=run.kl.config.kind)
     zeros = torch.zeros(mask.shape)
     return kl_penalized_rewards(rewards, zeros, zeros, mask, beta=0.0)

@@ -67,6 +67,11 @@ class Run:
         return self.micro_batches.world
 
     @property
+    def kl_in_reward(self) -> bool:
+        """Whether a KL to the reference is subtracted from each token's reward."""
+        return self.config.kl is not None and self.config.kl.place == "reward"
+
+    @property
     def update_batches(self) -> MicroBatches:
         """The micro-batches of an update: those of any forward, or all of it if tokens are ranked."""
         return replace(self.micro_batches, limit=None) if ranks_tokens(self.objective) else self.micro_batches

@@ -159,7 +159,7 @@ def take_step(run: Run) -> tuple[dict[str, float], list[dict[str, object]]]:
         run.rollouts.completions.step = run.step
         kl_last = numbers.pop("kl_last", math.nan)
         if run.kl is not None:
-            kl = numbers.get("kl_reference", math.nan) if run.config.kl_in_reward else kl_last
+            kl = numbers.get("kl_reference", math.nan) if run.kl_in_reward else kl_last
             run.kl.update(kl, int(rollout.mask.sum()), int(rollout.mask.any(1).sum()))
             numbers["kl_coef"] = run.kl.coef.item()
         if run.entropy is not None:
