@@ -11,7 +11,7 @@ from run_faults import FAILED, chosen, folders_of, planted
 
 #: Where a wrong number does harm. `bench` and the command lines only tell of it.
 COVERED = {*LEVELS, "kernels", "csrc", "csrc/cuda"} - {"bench", "init", "report", "training"}
-COVERED |= {f"training/{room}" for room in ("batches", "data", "engines", "rewards", "rl", "stages")}
+COVERED |= {f"training/{room}" for room in ("batches", "data", "engines", "rl", "run", "stages")}
 
 
 def folders(path: str) -> set[str]:

@@ -74,6 +74,15 @@ def test_imports_of_the_trainers_rooms_point_down() -> None:
     assert folders == {*ROOMS}
 
 
+def test_rooms_can_be_read() -> None:
+    """No file is longer than 300 lines, no room than 2,500; the thin trainer itself has at most 1,500."""
+    files = list((ROOT / "fastrl" / "training").rglob("*.py"))
+    lines = {path: len(path.read_text().splitlines()) for path in files}
+    assert not [str(path) for path, count in lines.items() if count > 300]
+    rooms = {room: sum(lines[path] for path in files if path.parent.name == room) for room in ROOMS}
+    assert max(rooms.values()) <= 2500 and rooms["rl"] <= 1500, rooms
+
+
 def test_no_modules_form_a_circle() -> None:
     list(TopologicalSorter(modules()).static_order())  # CycleError names one
 

@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from meanings import meaning
 from pydantic.fields import FieldInfo
 
 from fastrl.base.json_text import to_json
@@ -40,11 +40,12 @@ def _page(command: str) -> str:
         if (table := ".".join(above)) != seen:
             seen = table
             lines += _heading(table, *tables[table])
-        lines += _entry(table, name, field)
+        text = meaning(tables[table][0], name).strip()
+        lines += ["", f"### {table}.{name}", "", facts(field), "", text]
     return "\n".join(lines) + "\n"
 
 
-def tables_of(model: type[BaseModel], above: str = "") -> dict[str, tuple[type[BaseModel], bool]]:
+def tables_of(model: type[Section], above: str = "") -> dict[str, tuple[type[Section], bool]]:
     """Table -> its model, and whether it is absent unless the file has it."""
     found = {}
     for name, field in model.model_fields.items():
@@ -55,13 +56,9 @@ def tables_of(model: type[BaseModel], above: str = "") -> dict[str, tuple[type[B
     return found
 
 
-def _heading(table: str, model: type[BaseModel], absent: bool) -> list[str]:
+def _heading(table: str, model: type[Section], absent: bool) -> list[str]:
     text = (model.__doc__ or "").strip()
     return ["", f"## [{table}]", "", text, *(["Absent by default."] if absent else [])]
-
-
-def _entry(table: str, name: str, field: FieldInfo) -> list[str]:
-    return ["", f"### {table}.{name}", "", facts(field), "", (field.description or "").strip()]
 
 
 def facts(field: FieldInfo) -> str:

@@ -14,11 +14,19 @@ from textwrap import fill
 from unittest.mock import patch
 
 from config_pages import facts, tables_of
+from meanings import meaning
 
 from fastrl.cli import MODULES, help_file
-from fastrl.training.commands import COMMANDS, NPROC
+from fastrl.training.commands import COMMANDS
 from fastrl.training.config.settings import fields, usage_of
 
+# Of the commands that train.
+_RESUME = "go on from the newest checkpoint in logging.output_dir, if it holds one, to the same end"
+_NPROC = "the number of processes of this machine that share the work, one for each GPU, as torchrun starts them"
+_SIGNALS = (
+    "SIGTERM, SIGHUP and Ctrl-C finish the step, save a checkpoint and exit with 143, 129 and 130; a second one ends "
+    "at once."
+)
 WIDTH = 100
 _filled = partial(fill, width=WIDTH, break_on_hyphens=False, break_long_words=False)
 
@@ -44,17 +52,17 @@ def _of_config(name: str) -> str:
     command = COMMANDS[name]
     short = {option: f"--{other}" for other, option in command.short.items()}
     lines = [
-        f"usage: {usage_of(name, command.switches, [*command.short, *(['nproc'] if command.on_ranks else [])])}",
+        f"usage: {usage_of(name, ['resume'] * command.trains, [*command.short, *['nproc'] * command.trains])}",
         "",
-        _filled(command.about),
+        _filled(f"{command.about} {_SIGNALS}" if command.trains else command.about),
         "",
         _filled(
             "CONFIG is a TOML file. Every option below is also a field of it, and wins over it: --model.path x stands"
             ' for path = "x" in the table [model]. A list is given with commas between, a table as JSON.'
         ),
         "",
-        *(_option(f"--{switch}", "", text) for switch, text in command.switches.items()),
-        *([_option("--nproc", "integer, default 1", NPROC)] if command.on_ranks else []),
+        *([_option("--resume", "", _RESUME)] if command.trains else []),
+        *([_option("--nproc", "integer, default 1", _NPROC)] if command.trains else []),
     ]
     tables, seen = tables_of(command.kind), None
     for (*above, field_name), field in fields(command.kind):
@@ -65,7 +73,7 @@ def _of_config(name: str) -> str:
             lines += ["", _filled(about)]
         option = f"{table}.{field_name}"
         names = ", ".join(filter(None, (f"--{option}", short.get(option))))
-        lines.append(_option(names, facts(field).replace("`", ""), field.description or ""))
+        lines.append(_option(names, facts(field).replace("`", ""), meaning(tables[table][0], field_name)))
     return "\n".join(lines) + "\n"
 
 

@@ -30,7 +30,7 @@ import numpy
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
 from fastrl.models.routing import routers_of
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.engines.completions import Drawn, check_tokenizer, checked
 from fastrl.training.engines.http import KEY_HINT, Server
 from fastrl.training.engines.protocol import Completion, EngineUnavailable, Request, Sampling, Weights

@@ -21,7 +21,7 @@ from fastrl.rewards.names import BUILT_IN
 from fastrl.training.commands import COMMANDS
 from fastrl.training.config.data import Source, is_file
 from fastrl.training.config.settings import load_settings
-from fastrl.training.models.policy import max_positions
+from fastrl.training.models.decoder import max_positions
 from fastrl.training.parallel.machine import find_device
 
 FRAME = "reward.py"  # the file of a reward function that is to be written

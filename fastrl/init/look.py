@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
 from fastrl.rewards.answers import last_boxed, quantity, references
+from fastrl.rewards.loading import load_reward
 from fastrl.rewards.names import BUILT_IN
 from fastrl.training.config.data import Source
 from fastrl.training.config.sections import ModelConfig
@@ -20,9 +21,9 @@ from fastrl.training.data.examples import as_example, prompt_rows
 from fastrl.training.data.prompts import PromptFormat
 from fastrl.training.data.sources import rows_of, splits_of
 from fastrl.training.data.turn_end import special_ids
+from fastrl.training.models.decoder import max_positions
 from fastrl.training.models.loading import load_skeleton, load_tokenizer
-from fastrl.training.models.policy import check_token_ids, max_positions
-from fastrl.training.rewards.functions import load_reward
+from fastrl.training.models.policy import check_token_ids
 from fastrl.training.rewards.scoring import check_function
 from fastrl.training.stages import dpo, reward_model, sft
 from fastrl.training.stages.rows import Reader
@@ -41,8 +42,8 @@ _ASKED = {
 _SHORT = 8  # words of an answer that a completion may repeat as it is
 # Command -> a row's prompt with each of its answers, as tokens.
 _SEQUENCES = {
-    "sft": lambda *row: [sft.parse(*row).all],
-    "dpo": lambda *row: [tokens.all for tokens in dpo.both([dpo.parse(*row)])],
+    "sft": lambda *row: [sft.SFT.parse(*row).all],
+    "dpo": lambda *row: [x.all for x in dpo.PreferenceStage.completions([dpo.PreferenceStage.parse(*row)])],
     "reward-model": lambda *row: reward_model.parse(*row).sequences,
 }
 
@@ -210,7 +211,7 @@ def _lengths(task: Task, source: Source, prompts: PromptFormat, context: int | N
     Raises UserError for a row, or a reward function, that the command would refuse.
     """
     if task.command == "train":
-        examples = [as_example(row, prompts, where) for where, row in islice(prompt_rows(source, prompts), ROWS)]
+        examples = [as_example(prompts, *row) for row in islice(prompt_rows(source, prompts), ROWS)]
         if task.reward is not None:
             check_function(load_reward(task.reward, {}), examples)
         answers = [str(example.columns["answer"]) for example in examples if "answer" in example.columns]

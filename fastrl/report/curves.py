@@ -6,7 +6,6 @@ import html
 import io
 import json
 import re
-from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,30 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fastrl.report.records import Series
+
 POINTS = 1000  # drawn per curve, at most
-# Before the name of a metric that is the largest of several ranks, such as "time/update": the mean over the ranks.
-MEAN = "mean_"
 POINTED_AT = 250  # whose values a page shows under the pointer, at most
 SMOOTHED_FROM = 200  # points; shorter curves are drawn as they are
-# The units of metrics that are not bare numbers; of times they are seconds.
-UNITS = {
-    "nats per token": (
-        *("entropy", "kl", "approx_kl", "kl_reference", "divergence", "teacher_logprob", "cross_entropy", "nll"),
-        *("mismatch/abs_log_ratio", "mismatch/k3", "pretraining_loss"),
-    ),
-    "nats": ("rollout_log_weight_mean", "rollout_abs_log_weight_max"),
-    "share": (
-        *("without_reward", "without_variance", "kept", "truncated", "accuracy"),
-        *("time/loss_share", "time/imbalance"),
-        *("clip_frac", "clip_frac_low", "clip_frac_high"),
-        *("rollout_ess", "rollout_frac_low", "rollout_frac_high", "rollout_frac_rejected"),
-    ),
-    "tokens": ("length", "tokens", "tool_tokens", "ratio_clamped", "masked_off_policy", "chosen_by_covariance"),
-    "updates": ("skipped_updates",),
-    "prompts": ("dropped_prompts",),
-    "steps": ("off_policy_steps",),
-    "GiB": ("memory/peak_gib",),
-}
 # Okabe and Ito's colours, which colour-blind readers can tell apart too, and a grey; then they repeat.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 # Colours in the SVG that the page's style replaces, so that it can be read on a dark background too.
@@ -48,34 +28,6 @@ INK, SOFT, GRID, BAD = "#010203", "#010205", "#010204", "#c1272d"
 VARIABLES = {INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--line)", BAD: "var(--bad)"} | {
     colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)
 }
-
-
-@dataclass
-class Series:
-    """A metric's values by step; NaN stands for a value that was not finite."""
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-
-    def append(self, step: int, value: float) -> None:
-        """Add the value of a step."""
-        self.steps.append(step)
-        self.values.append(value)
-
-    def finite(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values without those that were not finite."""
-        steps, values = np.asarray(self.steps), np.asarray(self.values)
-        kept = np.isfinite(values)
-        return steps[kept], values[kept]
-
-    def at(self, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """The values at these steps. Where it has none the given ones: of one process, the mean is the largest."""
-        known = dict(zip(*self.finite(), strict=True))
-        return np.array([known.get(step, value) for step, value in zip(steps, values, strict=True)])
-
-    def not_finite(self) -> np.ndarray:
-        """The steps whose value was not finite."""
-        return np.asarray(self.steps)[~np.isfinite(np.asarray(self.values))]
 
 
 @dataclass(frozen=True)
@@ -203,16 +155,6 @@ def _style(axes: Axes, panel: Panel) -> None:
     axes.margins(x=0.02)
     for side, spine in axes.spines.items():
         spine.set(visible=side in ("left", "bottom"), color=GRID)
-
-
-def is_phase(name: str) -> bool:
-    """Whether a metric is the seconds of a phase; "time/loss_share", for example, is a ratio of two."""
-    return name.startswith("time/") and name not in UNITS["share"]
-
-
-def unit_of(name: str) -> str:
-    """The metric's unit, empty for a bare number."""
-    return "s" if is_phase(name) else next((unit for unit, names in UNITS.items() if name in names), "")
 
 
 def _inline(svg: str, title: str, plot: str) -> str:

@@ -1,174 +1,166 @@
-"""The frame of a report's page: its style, its one script, the policy that allows only these, and pieces of HTML."""
+"""The page of a report. Everything from a run is escaped, because a completion may hold any text."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Iterable
-from string import Template
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from fastrl.report.curves import COLOURS
+from fastrl.report.frame import dot, duration, fill, number, table
+from fastrl.report.metrics import MEAN, NESTED, STEP, direction, is_phase
+from fastrl.report.records import Run, Series
+from fastrl.report.samples import samples_of
 
 
-def fill(title: str, body: str) -> str:
-    """The whole page of this title and body, both HTML."""
-    return _PAGE.substitute(title=title, body=body, style=_STYLE, script=_SCRIPT, policy=_POLICY)
+def page(runs: Sequence[Run], curves: dict[str, list[str]], unchanged: dict[str, float]) -> str:
+    """The whole HTML file, which loads nothing from anywhere.
+
+    Args:
+        runs: One run, or several to compare.
+        curves: Section -> finished `<svg>` elements.
+        unchanged: The metrics that are not drawn, each with its value.
+    """
+    several = len(runs) > 1
+    title = " | ".join(run.name for run in runs) if several else runs[0].title
+    facts = [facts_of(run) for run in runs]
+    body = [f"<h1>{escape(title)}</h1>", _beside(runs, facts) if several else _facts({"run": runs[0].name} | facts[0])]
+    body.append(_best(runs))
+    if several:
+        differ = _beside(runs, _different([dict(flatten(run.config)) for run in runs]))
+        body.append(f"<h2>How the configs differ</h2>\n{differ}")
+    if unchanged:
+        names = ", ".join(f"{name} ({number(value)})" for name, value in unchanged.items())
+        body.append(f'<p class="soft">Not drawn, because they kept their usual value: {escape(names)}</p>')
+    for heading, svgs in curves.items():
+        figures = "".join(f"<figure>{svg}</figure>" for svg in svgs)
+        body.append(f'<h2>{escape(heading)}</h2>\n{_key(runs)}<div class="panels">{figures}</div>')
+    for name, run in zip(_names(runs), runs, strict=True):
+        body += [f"<h3>{name}</h3>" if several else "", _timings(run.series)]
+    body.append("<h2>Samples</h2>" if any(run.samples for run in runs) else "")
+    for name, run in zip(_names(runs), runs, strict=True):
+        body += [samples_of(run.samples, run.config, f"{name}, " if several else "")]
+    if runs[0].config and not several:
+        rows = [(escape(name), f"<code>{escape(value)}</code>") for name, value in flatten(runs[0].config)]
+        body.append(f"<h2>Config</h2>\n{table(('field', 'value'), rows)}")
+    return fill(escape(title), "\n".join(part for part in body if part))
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table that scrolls sideways if necessary; cells are HTML."""
-    top = "".join(f"<th>{name}</th>" for name in head)
-    body = "\n".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{top}</tr>\n{body}</table></div>\n'
+def _names(runs: Sequence[Run]) -> list[str]:
+    """The runs' names in HTML, each with the colour of its lines if there are several."""
+    dots = [dot(f"var(--c{i})") if len(runs) > 1 else "" for i in range(len(runs))]
+    return [f'<span class="name">{mark}{escape(run.name)}</span>' for mark, run in zip(dots, runs, strict=True)]
 
 
-def dot(colour: str) -> str:
-    """A mark of this colour for a key."""
-    return f'<svg class="dot" viewBox="0 0 1 1" aria-hidden="true"><rect width="1" height="1" fill="{colour}"/></svg>'
+def _key(runs: Sequence[Run]) -> str:
+    names = "".join(f"<li>{name}</li>" for name in _names(runs))
+    return f'<ul class="key">{names}</ul>\n' if len(runs) > 1 else ""
 
 
-def number(value: float) -> str:
-    """Four significant digits."""
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+def _facts(facts: dict[str, str]) -> str:
+    cells = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in facts.items())
+    return f'<dl class="facts">{cells}</dl>'
 
 
-def duration(seconds: float) -> str:
-    """Seconds in hours, minutes and seconds, as far as they matter."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours:,} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.3g} s"
+def _beside(runs: Sequence[Run], tables: Sequence[dict[str, str]]) -> str:
+    """A table with a column for each run."""
+    labels = dict.fromkeys(label for of_run in tables for label in of_run)
+    rows = [(escape(label), *(escape(of_run.get(label, "–")) for of_run in tables)) for label in labels]
+    return f'<div class="beside">{table(("", *_names(runs)), rows)}</div>'
 
 
-_STYLE = """\
-:root {
-  color-scheme: light dark;
-  --ink: #1f2328; --soft: #59636e; --line: #d8dde2; --ground: #ffffff; --raised: #f5f7f9; --bad: #c1272d;
-  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #b8568f; --c4: #b87f00; --c5: #3a9bd9; --c6: #7f7f7f;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ink: #e3e6ea; --soft: #9aa4af; --line: #3a4149; --ground: #15181c; --raised: #1d2126; --bad: #ff6b6b;
-    --c0: #56b4e9; --c1: #ff8a3d; --c2: #2fc79a; --c3: #e39ac6; --c4: #e6b23a; --c5: #9cd3f5; --c6: #a6a6a6;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 2rem auto 4rem; padding: 0 1rem; max-width: 76rem; background: var(--ground); color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-}
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 1rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 2.5rem 0 0.75rem; padding-bottom: 0.25rem; border-bottom: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 1.5rem 0 0.5rem; }
-dl, dd, figure { margin: 0; }
-dt, th { color: var(--soft); font-weight: 500; }
-.soft, em { color: var(--soft); }
-.facts {
-  display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 0.15rem 2rem;
-  margin-bottom: 1.25rem;
-}
-.facts div { display: grid; grid-template-columns: 10.5rem 1fr; column-gap: 0.5rem; }
-.facts dd { overflow-wrap: anywhere; }
-.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr)); gap: 1rem; }
-figure { position: relative; }
-figure svg { display: block; width: 100%; height: auto; touch-action: pan-y; }
-figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
-figure .pointer { stroke: var(--soft); stroke-width: 0.6; pointer-events: none; }
-figcaption {
-  position: absolute; top: 1.9rem; padding: 0.3rem 0.6rem; border: 1px solid var(--line); border-radius: 4px;
-  background: var(--ground); font-size: 12px; line-height: 1.4; pointer-events: none; z-index: 1;
-  font-variant-numeric: tabular-nums;
-}
-.scroll { overflow-x: auto; margin-bottom: 1.25rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.25rem 1.25rem 0.25rem 0; text-align: left; vertical-align: top; }
-.beside td + td { min-width: 5.5rem; overflow-wrap: anywhere; }
-.name { white-space: nowrap; }
-tr + tr { border-top: 1px solid var(--line); }
-code, .text { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere; }
-.text { white-space: pre-wrap; }
-.sample { margin: 0 0 1rem; padding: 0.6rem 0.9rem; border-radius: 6px; background: var(--raised); }
-.sample dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.15rem 1rem; }
-.sample ol { margin: 0.5rem 0 0; padding: 0; list-style: none; }
-.sample li {
-  display: grid; grid-template-columns: minmax(12rem, 1fr) 2fr; gap: 0.1rem 1.25rem; padding: 0.3rem 0;
-  border-top: 1px solid var(--line); align-items: baseline;
-}
-.bar { display: block; width: 100%; height: 1.4rem; margin-top: 1rem; border-radius: 3px; }
-.dot { width: 0.7rem; height: 0.7rem; margin-right: 0.4rem; border-radius: 2px; }
-.key { display: flex; flex-wrap: wrap; gap: 0.2rem 1.25rem; margin: 0.5rem 0 1rem; padding: 0; list-style: none; }
-@media (max-width: 40rem) {
-  body { margin-top: 1rem; }
-  h1 { font-size: 1.3rem; }
-  th, td { padding-right: 0.5rem; font-size: 0.84rem; }
-  .sample li { grid-template-columns: 1fr; }
-}
-"""
-
-# The values at the step nearest to the pointer, which `data-plot` holds (report_curves.draw_svg).
-_SCRIPT = """\
-"use strict";
-const nearest = (steps, step) =>
-  steps.reduce((best, at, i) => (Math.abs(at - step) < Math.abs(steps[best] - step) ? i : best), 0);
-for (const svg of document.querySelectorAll("svg[data-plot]")) {
-  const { box: [left, right, top, bottom], x: [first, last], lines, means } = JSON.parse(svg.dataset.plot);
-  const drawn = lines.map((line, i) => [...line, `var(--c${i % 7})`]).filter(([, steps]) => steps.length);
-  const note = svg.parentNode.appendChild(document.createElement("figcaption"));
-  const pointer = svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path"));
-  pointer.setAttribute("class", "pointer");
-  const hide = () => { note.hidden = true; pointer.setAttribute("d", ""); };
-  const show = (event) => {
-    const place = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse()).x;
-    if (place < left - 5 || place > right + 5 || !drawn.length) return hide();
-    const wanted = first + (place - left) / (right - left) * (last - first);
-    const found = drawn.map(([name, steps, values, colour]) => {
-      const i = nearest(steps, wanted);
-      const value = Object.hasOwn(means, name) ? `${values[i]}, mean ${means[name][i]}` : values[i];
-      return { name, colour, step: steps[i], value };
-    });
-    const steps = found.map(({ step }) => step), step = steps[nearest(steps, wanted)];
-    const x = left + (step - first) / (last - first) * (right - left);
-    pointer.setAttribute("d", `M ${x} ${top} V ${bottom}`);
-    note.replaceChildren(`step ${step}`, ...found.map(({ name, colour, step: at, value }) => {
-      const row = document.createElement("div");
-      row.textContent = `${name} ${value}` + (at === step ? "" : ` (step ${at})`);
-      row.style.color = colour;
-      return row;
-    }));
-    const side = x < (left + right) / 2, share = 100 * x / svg.viewBox.baseVal.width;
-    note.style.left = side ? `calc(${share}% + 8px)` : "auto";
-    note.style.right = side ? "auto" : `calc(${100 - share}% + 8px)`;
-    note.hidden = false;
-  };
-  hide();
-  svg.addEventListener("pointermove", show);
-  svg.addEventListener("pointerdown", show);
-  svg.addEventListener("pointerleave", (event) => event.pointerType === "touch" || hide());
-  document.addEventListener("pointerdown", (event) => svg.contains(event.target) || hide());
-}
-"""
+def _different(tables: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Each table without the entries that all have alike."""
+    alike = set.intersection(*(set(of_run.items()) for of_run in tables))
+    return [{label: text for label, text in of_run.items() if (label, text) not in alike} for of_run in tables]
 
 
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def facts_of(run: Run) -> dict[str, str]:
+    """What is known of the run and its course, as label -> text."""
+    steps = run.steps
+    facts = {label: str(value) for label, value in run.facts.items()}
+    facts["steps"] = f"{steps[0]:,} to {steps[-1]:,}" if steps else "none yet"
+    if STEP in run.series:
+        facts["time in steps"] = duration(float(run.series[STEP].finite()[1].sum()))
+    if isinstance(seconds := run.summary.get("seconds"), int | float):
+        resumed = any(label.startswith("resumed") for label in run.facts)
+        facts["time since resumed" if resumed else "time of the command"] = duration(seconds)
+    if run.summary.get("interrupted"):
+        facts["interrupted by"] = str(run.summary["interrupted"])
+    bad = {name: len(line.not_finite()) for name, line in run.series.items()}
+    if any(bad.values()):
+        facts["not finite"] = ", ".join(f"{name} ({n:,} times)" for name, n in bad.items() if n)
+    return facts
 
 
-_POLICY = (
-    f"default-src 'none'; style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)}; base-uri 'none'; form-action 'none'"
-)
+def _best(runs: Sequence[Run]) -> str:
+    rows = []
+    known = dict.fromkeys(name for run in runs for name in run.series)
+    for name in known:
+        # A policy's surrogate says nothing about progress: on-policy it is always about 0.
+        sign = 0 if name in ("loss", "policy_loss") and "policy_loss" in known else direction(name)
+        for label, run in zip(_names(runs), runs, strict=True):
+            steps, values = run.series.get(name, Series()).finite()
+            if sign and len(values):
+                at = int(np.argmax(sign * values))
+                best = f"{number(values[at])} ({'highest' if sign > 0 else 'lowest'}, at step {steps[at]:,})"
+                rows.append((escape(name), *([label] if len(runs) > 1 else []), number(values[-1]), best))
+    head = ("metric", *(["run"] if len(runs) > 1 else []), "last", "best")
+    return table(head, rows) if rows else ""
 
-_PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="$policy">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>$style</style>
-</head>
-<body>
-$body
-<script>$script</script>
-</body>
-</html>
-""")
+
+def _timings(series: dict[str, Series]) -> str:
+    """Bar and table of the phases; they follow the curves of the times, which are the last section."""
+    times = {name: line.finite()[1] for name, line in series.items() if is_phase(name)}
+    times = {name: values for name, values in times.items() if len(values)}
+    if not times:
+        return ""
+    step = float(times[STEP].sum()) if STEP in times else 0.0
+    inside = {name: float(v.sum()) for name, v in times.items() if name not in (STEP, *NESTED)}
+    bar = _bar(inside, max(step, sum(inside.values())))
+
+    def share(seconds: float | None) -> str:
+        return f"{seconds / step:.1%}" if step and seconds is not None else "–"
+
+    rows = {name: [f"{len(v):,}", number(v.mean()), f"{v.sum():,.1f}", share(v.sum())] for name, v in times.items()}
+    head = ["phase", "records", "mean [s]", "total [s]", "share of step"]
+    means = {name: series[MEAN + name].at(*series[name].finite()) for name in times if MEAN + name in series}
+    if means:
+        waiting = {name: inside[name] - float(mean.sum()) for name, mean in means.items() if name in inside}
+        waiting[STEP] = sum(waiting.values())
+        for name, row in rows.items():
+            row.insert(2, number(means[name].mean()) if name in means else "–")
+            row.append(share(waiting.get(name)))
+        head = ["phase", "records", "slowest rank [s]", "mean of ranks [s]", "total [s]", "share of step", "waiting"]
+        about = "Seconds, total and share are those of the slowest rank in each phase."
+        about += " Waiting is the share of the step in which an average rank waits for it."
+        bar += f'<p class="soft">{about}</p>\n'
+    return f"{bar}{table(head, [(escape(name), *row) for name, row in rows.items()])}"
+
+
+def _bar(parts: dict[str, float], whole: float) -> str:
+    """A bar of the parts' shares, with a key below it; the remainder of the whole is "rest"."""
+    if whole <= 0:
+        return ""
+    parts = parts | {"rest": whole - sum(parts.values())}
+    colours = {name: f"var(--c{i % len(COLOURS)})" for i, name in enumerate(parts)} | {"rest": "var(--line)"}
+    key = "".join(f"<li>{dot(colours[name])}{escape(name)} {part / whole:.1%}</li>" for name, part in parts.items())
+    bar, start = "", 0.0
+    for name, part in parts.items():
+        width = 100 * part / whole
+        bar += f'<rect x="{start:.3f}" width="{width:.3f}" height="1" fill="{colours[name]}"/>'
+        start += width
+    bar = f'<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">{bar}</svg>'
+    return f'{bar}<ul class="key">{key}</ul>\n'
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Dotted name and JSON value of every leaf of nested tables, except null values."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", json.dumps(value, ensure_ascii=False)

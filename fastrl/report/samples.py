@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from fastrl.report.page import number
+from fastrl.report.frame import number
 
 ROWS = 16  # samples shown per step
 CHARACTERS = 4000  # shown of each prompt and completion

@@ -6,6 +6,9 @@ per completion. It returns one float per completion. Its keyword-only arguments 
 With no completions it only checks these arguments. Nothing here imports torch.
 
 What a dataset has wrong (no such column, an empty answer) raises ValueError; a completion never does, whatever it says.
+
+Beside them is what calls a user's functions and tools: `loading`, `calls`, and worker processes (`pooled`, `pool`,
+`worker`).
 """
 
 from fastrl.rewards.functions import exact, format, length, regex

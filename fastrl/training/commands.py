@@ -11,14 +11,6 @@ from fastrl.base.errors import UserError
 from fastrl.base.system import started_processes
 from fastrl.training.config.settings import Section, parse_command_line
 
-_RESUME = {"resume": "go on from the newest checkpoint in logging.output_dir, if it holds one, to the same end"}
-_SIGNALS = (
-    "SIGTERM, SIGHUP and Ctrl-C finish the step, save a checkpoint and exit with 143, 129 and 130; a second one ends "
-    "at once."
-)
-#: The help text of --nproc.
-NPROC = "the number of processes of this machine that share the work, one for each GPU, as torchrun starts them"
-
 
 class Command(NamedTuple):
     """A command that reads a config."""
@@ -28,54 +20,31 @@ class Command(NamedTuple):
     module: str
     """The module whose main(config, **switches) does the work and returns the exit status."""
     about: str
-    switches: Mapping[str, str] = MappingProxyType({})
-    """Options without a value, and their help texts."""
+    trains: bool = True
+    """Whether it can go on from a checkpoint (--resume), and runs on several processes (--nproc, or torchrun)."""
     short: Mapping[str, str] = MappingProxyType({})
     """Another name of an option -> the option."""
-    on_ranks: bool = False
-    """Whether it runs on several processes, which torchrun or its option --nproc starts."""
 
     @property
     def kind(self) -> type[Section]:
         """The config's class."""
         module, _, name = self.config.partition(":")
-        kind: type[Section] = getattr(import_module(f"fastrl.training.{module}"), name)
+        kind: type[Section] = getattr(import_module(f"fastrl.training.config.{module}"), name)
         return kind
 
 
 COMMANDS = {
-    "train": Command(
-        "config.train:Config",
-        "rl.train",
-        f"Train a language model by reinforcement learning. {_SIGNALS}",
-        _RESUME,
-        on_ranks=True,
-    ),
-    "sft": Command(
-        "config.stages:SFTConfig",
-        "stages.sft",
-        f"Fine-tune a language model on prompts and completions. {_SIGNALS}",
-        _RESUME,
-        on_ranks=True,
-    ),
-    "dpo": Command(
-        "config.stages:DPOConfig",
-        "stages.dpo",
-        f"Train a language model on pairs of completions. {_SIGNALS}",
-        _RESUME,
-        on_ranks=True,
-    ),
+    "train": Command("train:Config", "rl.train", "Train a language model by reinforcement learning."),
+    "sft": Command("stages:SFTConfig", "stages.sft", "Fine-tune a language model on prompts and completions."),
+    "dpo": Command("stages:DPOConfig", "stages.dpo", "Train a language model on pairs of completions."),
     "reward-model": Command(
-        "config.stages:RewardModelConfig",
-        "stages.reward_model",
-        f"Train a reward model on ranked completions. {_SIGNALS}",
-        _RESUME,
-        on_ranks=True,
+        "stages:RewardModelConfig", "stages.reward_model", "Train a reward model on ranked completions."
     ),
     "sample": Command(
-        "config.stages:SampleConfig",
+        "stages:SampleConfig",
         "stages.sample",
         "Sample completions and their rewards.",
+        trains=False,
         short={"best": "output.best"},
     ),
 }
@@ -89,15 +58,16 @@ def read_command(name: str, argv: list[str]) -> Callable[[], int]:
     """
     command = COMMANDS[name]
     started = started_processes()
-    processes, argv = _processes(name, argv) if command.on_ranks else (None, argv)
-    if started > 1 and not command.on_ranks:
+    processes, argv = _processes(name, argv) if command.trains else (None, argv)
+    if started > 1 and not command.trains:
         raise UserError(f"{name} runs in one process, and torchrun started {started}: start it without torchrun")
     if started > 1 and processes is not None:
         raise UserError(f"--nproc: torchrun has started {started} processes already; leave it out")
-    config, switches = parse_command_line(command.kind, name, argv, command.switches, command.short)
+    switches = ["resume"] if command.trains else []
+    config, given = parse_command_line(command.kind, name, argv, switches, command.short)
     if (processes or 1) > 1:
         return partial(import_module("fastrl.training.parallel.launch").launch, [name, *argv], processes)
-    return partial(import_module(f"fastrl.training.{command.module}").main, config, **switches)
+    return partial(import_module(f"fastrl.training.{command.module}").main, config, **given)
 
 
 def _processes(name: str, argv: list[str]) -> tuple[int | None, list[str]]:

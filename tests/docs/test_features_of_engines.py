@@ -15,7 +15,8 @@ from run_files import records
 
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import rollout_logprobs
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
+from fastrl.training.config.sections import ModelConfig
 from fastrl.training.config.settings import load_settings
 from fastrl.training.config.train import Config
 from fastrl.training.data.examples import Example

@@ -67,3 +67,11 @@ def test_the_script_of_a_named_objective_trains(tmp_path: Path) -> None:
         script, "train", EXAMPLES / "reverse_digits" / "config.toml", *short, *more, PYTHONPATH=str(ROOT), timeout=120
     )
     assert "cappedgspo: 1 steps" in printed
+
+
+def test_the_way_of_a_step() -> None:
+    """From `train()` to `optimizer.step()` in at most nine files, which are there."""
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").partition("\n## A training step\n")[2]
+    files = re.findall(r"^\| `([\w/]+\.py)` \|", page.partition("\n## ")[0], re.MULTILINE)
+    texts = [(ROOT / "fastrl" / "training" / file).read_text(encoding="utf-8") for file in files]
+    assert 5 < len(files) <= 9 and "def train(" in texts[0] and any("optimizer.step()" in text for text in texts)

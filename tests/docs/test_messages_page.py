@@ -27,7 +27,7 @@ PRINTERS = {
     "parser.exit": (1, ""),
 }
 #: Those that pass on what one of these functions got.
-PASSED_ON = {("cli.py", "_fail"), ("sampler.py", "say"), ("command.py", "_log")}
+PASSED_ON = {("cli.py", "_fail"), ("sampler.py", "say"), ("terminal.py", "say"), ("command.py", "_log")}
 
 
 # --- the source -------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from fastrl.cli import main
 from fastrl.losses.divergence import DivergenceLoss
 from fastrl.losses.kto import KTOLoss
 from fastrl.losses.preference import PreferenceLoss
+from fastrl.training.parallel.phases import over_ranks
 from fastrl.training.parallel.world import World
-from fastrl.training.rl.train import over_ranks
 
 PAGE = ROOT / "docs" / "metrics.md"
 TRAIN, STAGES, RESULTS = "fastrl train", "fastrl sft, dpo and reward-model", "Results of the other losses"

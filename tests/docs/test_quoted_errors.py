@@ -20,15 +20,15 @@ from run_files import write_toml
 import fastrl
 import fastrl.backend.choice as choice
 import fastrl.passes.head as head
-import fastrl.training.rl.experience as experience
+import fastrl.training.rl.advantages as module_of_advantages
 from fastrl.backend.cpp import build
 from fastrl.base.errors import UserError
 from fastrl.cli import main
 from fastrl.planning.budget import BudgetTooSmall
 from fastrl.training.parallel.world import ALONE
-from fastrl.training.run.checkpoint import saved_on_error
 from fastrl.training.run.health import Watch
 from fastrl.training.run.lock import sole_writer
+from fastrl.training.run.loop import saved_on_error
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
@@ -227,7 +227,7 @@ def test_runs_that_end_by_nan(run: Callable[..., list[str]], monkeypatch: pytest
     rows = {"path": str(EXAMPLES / "stages" / "sft.jsonl")}
     assert sft in run("sft", "sft", data=rows, optimizer={"lr": 1e30}, training={"batch_size": 20, "epochs": 1})
     assert diverged in run("train", "diverged", optimizer={"lr": 1e38}, training={"steps": 3})
-    monkeypatch.setattr(experience, "group_advantages", lambda scores, *args, **options: scores * math.nan)
+    monkeypatch.setattr(module_of_advantages, "group_advantages", lambda scores, *args, **options: scores * math.nan)
     steps = {"steps": 5, "epochs": 2}
     assert train in run("train", "mine", training=steps)
 

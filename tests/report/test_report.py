@@ -16,9 +16,12 @@ from run_files import write_json_lines
 import fastrl
 from fastrl.base.errors import UserError
 from fastrl.cli import main
+from fastrl.report import panels as drawn
 from fastrl.report import report
-from fastrl.report.contents import NESTED, direction, duration
-from fastrl.report.curves import UNITS, Panel, decimate, draw_svg, smooth
+from fastrl.report.curves import Panel, decimate, draw_svg, smooth
+from fastrl.report.frame import duration
+from fastrl.report.metrics import NESTED, UNITS, direction
+from fastrl.report.records import read_records, series
 
 LOSSES = ("loss", "policy_loss", "value_loss", "pretraining_loss", "entropy", "kl", "approx_kl", "accuracy", "margin")
 #: Section of the report -> metrics that belong in it.
@@ -189,7 +192,7 @@ def test_ids_are_unique_and_every_reference_finds_its_own(page):
 
 
 def test_every_metric_is_in_one_panel():
-    sections = report.sections(NAMES)
+    sections = drawn.sections(NAMES)
     assert {title: sorted(itertools.chain(*groups)) for title, groups in sections.items()} == {
         title: sorted(names) for title, names in SECTIONS.items()
     }
@@ -199,10 +202,10 @@ def test_every_metric_is_in_one_panel():
 
 def test_every_metric_that_is_named_is_one_that_something_writes():
     """In quotes somewhere else in the package; of a prefix, its beginning."""
-    panels = {name for groups in report.SECTIONS.values() for group in groups for name in group}
-    usual = (*report.ONES, *report.SETTINGS, *report.NEWS)
-    named = panels.union(report.BACKGROUND, usual, *UNITS.values(), *report.PANELS.values())
-    files = [path for path in Path(fastrl.__file__).parent.rglob("*.py") if not path.name.startswith("report")]
+    panels = {name for groups in drawn.SECTIONS.values() for group in groups for name in group}
+    usual = (*drawn.ONES, *drawn.SETTINGS, *drawn.NEWS)
+    named = panels.union(drawn.BACKGROUND, usual, *UNITS.values(), *drawn.PANELS.values())
+    files = [path for path in Path(fastrl.__file__).parent.rglob("*.py") if path.parent.name != "report"]
     code = "".join(path.read_text() for path in files)
     assert [name for name in named if (f'"{name}' if name.endswith("/") else f'"{name}"') not in code] == []
 
@@ -232,8 +235,8 @@ def test_the_table_says_where_a_metric_was_best(report_of, tmp_path):
     ],
 )
 def test_a_metric_that_keeps_its_usual_value_is_named_instead_of_drawn(name, values, usual, report_of):
-    lines = report.series([{"step": step, name: value} for step, value in enumerate(values)])
-    assert report.usual_value(name, [lines[name]]) == usual
+    lines = series([{"step": step, name: value} for step, value in enumerate(values)])
+    assert drawn.usual_value(name, [lines[name]]) == usual
     if name == "kl":  # beside one that is drawn, in the same panel and in another
         text = report_of(*[{"step": i, "kl": x, "clip_frac": x, "clip_frac_low": i} for i, x in enumerate(values)])
         named = "kept their usual value: kl (0)</p>" in text
@@ -243,7 +246,7 @@ def test_a_metric_that_keeps_its_usual_value_is_named_instead_of_drawn(name, val
 
 @pytest.mark.parametrize("steps", [[1], [1, 2], [1, 2, 3]])
 def test_steps_are_whole_numbers_with_names_and_units_and_values_for_the_pointer(steps):
-    lines = report.series([{"step": step, "entropy": 100.0 * step, "kl": None} for step in steps])
+    lines = series([{"step": step, "entropy": 100.0 * step, "kl": None} for step in steps])
     page = Reader(draw_svg(Panel("entropy, kl", lines, "nats per token", key=True)))
     words = {word.strip() for word in page.words} - {""}
     assert {*map(str, steps), "step", "nats per token", "entropy", "kl"} <= words
@@ -339,14 +342,14 @@ def test_the_mean_of_ranks_is_dashed_beside_each_run(tmp_path):
 def test_a_run_that_has_only_begun(content, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(content)
     Reader(report.write_report(tmp_path).read_text())
-    report.plot_curves(report.read_records(tmp_path / "metrics.jsonl"), tmp_path / "curves.png")
+    report.plot_curves(tmp_path)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path, capsys):
     path, whole = tmp_path / "metrics.jsonl", {"step": 1, "reward": 0.5}
     path.write_bytes((json.dumps(whole) + '\n{"step": 41, "reward": "é').encode()[:-1])
-    assert report.read_records(path) == [whole]
+    assert read_records(path) == [whole]
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     assert not list(tmp_path.glob("*.unfinished"))
@@ -402,7 +405,7 @@ def test_what_cannot_be_compared_or_written(tmp_path, capsys):
 
 
 def test_a_number_too_large_for_a_curve_is_left_out_of_it():
-    assert math.isnan(report.series([{"step": 1, "loss": 10**400}])["loss"].values[0])
+    assert math.isnan(series([{"step": 1, "loss": 10**400}])["loss"].values[0])
 
 
 def test_a_directory_without_a_run_and_a_broken_config_are_mistakes(run, tmp_path):
@@ -460,17 +463,18 @@ def test_a_long_run_gives_a_small_file(report_of, tmp_path):
 @pytest.mark.parametrize(
     ("names", "titles"),
     [
-        (("reward", "entropy", "clip_frac", "length", "loss"), list(report.PANELS)),
+        (("reward", "entropy", "clip_frac", "length", "loss"), list(drawn.PANELS)),
         (("loss", "lr", "time/step", "length", "accuracy"), ["completion length [tokens]", "loss", "accuracy"]),
         (("a", "b", "c", "d", "e"), ["a", "b", "c", "d"]),
         (("time/update", "time/imbalance", "mean_time/update", "mean_memory/peak_gib", "a"), ["a"]),
     ],
 )
 def test_curves_show_what_there_is(names, titles, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(report, "draw_png", lambda panels, picture: drawn.extend(panel.title for panel in panels))
-    report.plot_curves([{"step": 1, **dict.fromkeys(names, 0.5)}], tmp_path / "curves.png")
-    assert drawn == titles
+    found = []
+    monkeypatch.setattr(report, "draw_png", lambda panels, picture: found.extend(panel.title for panel in panels))
+    write_json_lines(tmp_path / "metrics.jsonl", [{"step": 1, **dict.fromkeys(names, 0.5)}])
+    report.plot_curves(tmp_path)
+    assert found == titles
 
 
 def test_durations():

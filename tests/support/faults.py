@@ -659,8 +659,8 @@ FAULTS = (
         "training/data/test_prompts.py::test_every_prompt_comes_once_an_epoch_in_an_order_of_the_seed",
     ),
     Fault(
-        "fastrl/training/rl/train.py",
-        "    seed_step(run.config.training.seed, run.step)\n",
+        "fastrl/training/run/loop.py",
+        "            seed_step(loop.config.training.seed, loop.step)\n",
         "",
         "a stale seed: a resumed run's rewards draw what those of its first step drew",
         "training/rl/test_resume.py::test_a_resumed_run_is_the_unbroken_one_bit_for_bit",
@@ -680,11 +680,11 @@ FAULTS = (
         "training/rl/test_sampling_masks.py::test_selecting_rows_keeps_each_tokens_set",
     ),
     Fault(
-        "fastrl/training/rewards/pool.py",
+        "fastrl/rewards/pooled.py",
         "seeds = range(seed, seed + len(examples))",
         "seeds = [seed] * len(examples)",
         "a stale seed: one for all completions of a batch",
-        "training/rewards/test_reward_workers.py::test_random_numbers_are_the_runs_and_not_the_workers",
+        "rewards/test_reward_workers.py::test_random_numbers_are_the_runs_and_not_the_workers",
     ),
     Fault(
         "fastrl/training/data/prompts.py",
@@ -695,8 +695,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/training/rl/experience.py",
-        "_compared_rewards(settings.dynamic_sampling_reward, decoupled, earned, by_scorer)",
-        "_compared_rewards(settings.dynamic_sampling_reward, decoupled, values, by_scorer)",
+        "        values = [row.earned]",
+        "        values = [row.reward]",
         "a number: the price of length in what dynamic sampling compares",
         "training/rl/test_experience.py::test_what_was_earned_decides_which_groups_are_kept",
     ),
@@ -730,8 +730,8 @@ FAULTS = (
     ),
     Fault(
         "fastrl/training/rl/experience.py",
-        "first_group = groups[-1] + 1 if groups else 0",
-        "first_group = groups[-1] if groups else 0",
+        "rows[-1].group + 1 if rows else 0",
+        "rows[-1].group if rows else 0",
         "an offset: two prompts of different refills are one group",
         "training/rl/test_experience.py::test_groups_of_equal_rewards_are_sampled_anew",
     ),
@@ -743,11 +743,11 @@ FAULTS = (
         "training/rl/test_controllers.py::test_the_rlhf_rule_is_proportional_to_a_responses_kl",
     ),
     Fault(
-        "fastrl/training/rewards/foreign.py",
+        "fastrl/rewards/foreign.py",
         "        stack.callback(random.setstate, python_state)\n",
         "",
         "a stale seed: every call of a foreign function draws the same numbers",
-        "training/rewards/test_foreign.py::test_a_function_draws_other_numbers_in_each_call_and_none_of_the_trainers",
+        "rewards/test_foreign.py::test_a_function_draws_other_numbers_in_each_call_and_none_of_the_trainers",
     ),
     Fault(
         "fastrl/training/stages/loop.py",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fastrl.training.batches.rollout import Rollout
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.transformers import TransformersEngine

@@ -18,9 +18,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from fastrl.rewards.calls import RewardFunction
 from fastrl.training.engines import choice, sampler
 from fastrl.training.engines.protocol import Completion, EngineUnavailable, Request, Sampling, Weights
-from fastrl.training.rewards.functions import RewardFunction
 from fastrl.training.rl import evaluation, train, update
 from fastrl.training.run import checkpoint
 

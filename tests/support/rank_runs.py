@@ -44,8 +44,7 @@ def train(
     with (
         patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
         patch("fastrl.training.run.log.RunLog.draw", lambda self: None),
-        patch("fastrl.training.stages.loop.seed_step", seed),
-        patch("fastrl.training.rl.train.seed_step", seed),
+        patch("fastrl.training.run.loop.seed_step", seed),
     ):
         try:
             summary: dict[str, Any] = module.train(command.kind.model_validate(tables), resume=resume)

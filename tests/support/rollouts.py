@@ -12,12 +12,13 @@ import fastrl.training.rl.run as running
 from fastrl import SamplingMask
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import Rollout, replaying, rollout_logprobs
-from fastrl.training.config.train import CriticConfig
+from fastrl.training.config.algorithm import CriticConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.parallel.timing import Stopwatch
 from fastrl.training.rl.critic import Critic
+from fastrl.training.rl.metrics import COUNTS, LOSSES, merge_metrics
 from fastrl.training.rl.train import take_step
-from fastrl.training.rl.update import COUNTS, LOSSES, accumulate_gradients, merge_metrics
+from fastrl.training.rl.update import accumulate_gradients
 
 VOCAB = 12
 
@@ -124,19 +125,19 @@ def with_critic(run, kind, **settings):
     """The run with a critic whose values are not 0: "own", "shared", or None for no critic."""
     if kind is not None:
         torch.manual_seed(2)
-        run.critic = Critic(run.policy, kind == "shared")
-        torch.nn.init.normal_(run.critic.head.weight)
+        run.models.critic = Critic(run.models.policy, kind == "shared")
+        torch.nn.init.normal_(run.models.critic.head.weight)
         run.config.critic = CriticConfig(shared=kind == "shared", **settings)
     return run
 
 
 def gradients(run, rollout, rows=None):
     """Of policy and critic, flat, and the merged metrics, of one minibatch (all rows by default)."""
-    parts = [run.policy.model, *([run.critic] if run.critic else [])]
+    parts = [run.models.policy.model, *([run.models.critic] if run.models.critic else [])]
     for part in parts:
         part.zero_grad()
     rows = torch.arange(len(rollout.input_ids)) if rows is None else rows
-    metrics = accumulate_gradients(run, rollout, rows, Stopwatch(run.policy.device))
+    metrics = accumulate_gradients(run, rollout, rows, Stopwatch(run.models.policy.device))
     return gradient_of(*parts), merge_metrics(metrics, (*COUNTS, *LOSSES))
 
 

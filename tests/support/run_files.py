@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from fastrl.training.commands import COMMANDS
-from fastrl.training.run.checkpoint import NUMBERS
+from fastrl.training.run.folder import NUMBERS
 
 
 def folder_of(run):

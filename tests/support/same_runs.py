@@ -13,7 +13,7 @@ from run_files import checkpoints, json_lines
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fastrl.training.run.checkpoint import NUMBERS
+from fastrl.training.run.folder import NUMBERS
 
 ROUNDING = 1e-5
 

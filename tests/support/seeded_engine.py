@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from fastrl import SamplingMask
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
 from fastrl.training.models.policy import Policy
 

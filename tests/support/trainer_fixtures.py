@@ -19,11 +19,12 @@ from run_files import write_json_lines
 import fastrl.training.rl.train as module
 from fastrl import Objective
 from fastrl.training.batches.micro_batches import MicroBatches
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
+from fastrl.training.config.sections import ModelConfig
 from fastrl.training.config.settings import load_settings
 from fastrl.training.config.train import Config, TrainingConfig
 from fastrl.training.models.policy import Policy, load_policy
-from fastrl.training.rl.run import Run
+from fastrl.training.rl.run import Data, Loss, Models, Run
 
 
 @pytest.fixture(autouse=True)
@@ -117,14 +118,21 @@ def bare_run() -> Callable[..., Run]:
     return _bare_run
 
 
+class BareConfig(SimpleNamespace):
+    """Tables that a test sets."""
+
+    kl_in_reward, on_policy = Config.kl_in_reward, Config.on_policy
+
+
 def _bare_run(policy: Policy, objective: Objective, temperature: float = 1.0, **training: Any) -> Run:
     """What an update needs of a run, and no more; training is that table's fields."""
-    config = SimpleNamespace(
+    config = BareConfig(
         training=TrainingConfig(**training), rollout=RolloutConfig(temperature=temperature), pretraining=None, kl=None
     )
     nothing = [field.name for field in dataclasses.fields(Run) if field.default is dataclasses.MISSING]
     micro_batches = MicroBatches(config.training.micro_batch_tokens, config.training.packing)
-    given = {"config": config, "policy": policy, "objective": objective, "micro_batches": micro_batches}
+    parts = {"models": Models(policy), "loss": Loss(objective), "data": Data(None, [])}
+    given = {"config": config, **parts, "micro_batches": micro_batches}
     return Run(**(dict.fromkeys(nothing) | given))
 
 

@@ -16,7 +16,8 @@ from fastrl.objectives.row_local import ANY, RESPONSE
 from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
 from fastrl.planning.plans import Plan, choose
 from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher
-from fastrl.training.config.sections import BudgetConfig, ModelConfig, RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
+from fastrl.training.config.sections import BudgetConfig, ModelConfig
 from fastrl.training.models.loading import load_config
 from fastrl.training.models.policy import Policy, logits_dtype
 

@@ -18,7 +18,7 @@ from fastrl.planning.budget import memory_bytes
 from fastrl.planning.plans import Plan
 from fastrl.training.batches.micro_batches import MicroBatches, with_tokens
 from fastrl.training.config.sections import ModelConfig
-from fastrl.training.models.policy import layers_of
+from fastrl.training.models.decoder import layers_of
 from fastrl.training.parallel.shard import gathered_bytes, local_bytes
 from fastrl.training.parallel.world import ALONE, World
 

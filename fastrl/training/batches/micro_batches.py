@@ -1,7 +1,6 @@
 """Rows cut into micro-batches of at most so many tokens."""
 
 import bisect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fastrl.base.errors import out_of_memory
+from fastrl.base.terminal import say
 from fastrl.training.parallel.world import ALONE, World
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class MicroBatches:
         self.limit, self.halved = -(-self.limit // 2), True
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        print(f"fastrl: out of memory: {reason}; going on with {self.name} of {self.limit} tokens", file=sys.stderr)
+        say(f"out of memory: {reason}; going on with {self.name} of {self.limit} tokens")
         return compute()
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fastrl import SamplingMask, linear_token_logprobs
 from fastrl.models.routing import replay_routing
+from fastrl.rewards.transcript import Transcript
 from fastrl.training.batches.micro_batches import MicroBatches, Shape
-from fastrl.training.data.transcript import Transcript
-from fastrl.training.models.policy import Policy, decoder_states, from_first_column
+from fastrl.training.models.decoder import decoder_states, from_first_column
+from fastrl.training.models.policy import Policy
 from fastrl.training.parallel.world import ALONE, World
 
 
@@ -108,26 +109,22 @@ class Rollout:
 
     def to(self, device: torch.device) -> "Rollout":
         """A batch for computing: its tensors on this device, its ids in int64, as models and losses take them."""
-        tensors = {name: x for name in AXES if isinstance(x := getattr(self, name), Tensor)}
-        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
+        moved: dict[str, Any] = {name: x.to(device) for name in AXES if isinstance(x := getattr(self, name), Tensor)}
         return replace(self, **moved | {"input_ids": moved["input_ids"].long()})
 
     def loss_arguments(self, packed: bool) -> dict[str, Any]:
         """The arguments that every policy loss takes from a batch: padded (B, T), or packed, its N valid tokens."""
         mask, sets, advantages = self.mask, self.sampling_mask, self.response_advantages
-        per_token = {name: getattr(self, name) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+        names = ("targets", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+        per_token = {name: getattr(self, name) for name in names}
         if advantages is None:
             per_token["advantages"] = self.token_advantages
         if not packed:
-            return {"targets": self.targets, "mask": mask, "sampling_mask": sets, "advantages": advantages, **per_token}
+            return {"mask": mask, "sampling_mask": sets, "advantages": advantages} | per_token
         starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
-        return {
-            "targets": self.targets[mask],
-            "cu_seqlens": starts,
-            "sampling_mask": None if sets is None else sets.index(mask.flatten().nonzero()[:, 0]),
-            "advantages": advantages,
-            **{name: None if x is None else x[mask] for name, x in per_token.items()},
-        }
+        sets = None if sets is None else sets.index(mask.flatten().nonzero()[:, 0])
+        valid = {name: None if x is None else x[mask] for name, x in per_token.items()}
+        return {"cu_seqlens": starts, "sampling_mask": sets, "advantages": advantages} | valid
 
 
 # Every field but prompt_length.
@@ -262,7 +259,6 @@ def rollout_statistics(
 
     (1 + extras, B, T) float32, 0 where masked.
     """
-
     packed = micro_batches.packed
 
     def statistics(part: Rollout) -> list[Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from fastrl.training.config.settings import Location, Section, looks_like_path
 
@@ -74,18 +74,19 @@ class DatasetConfig(Section):
         """Where rows of the same form come from."""
         return Source(path, self.subset, split, self.fields)
 
-    @model_validator(mode="after")
-    def _loadable(self) -> "DatasetConfig":
-        if not self.path.strip():
-            raise ValueError(f"path: expected a file or the name of a dataset, got {self.path!r}")
-        if self.split is not None and is_file(self.path):
-            raise ValueError(f"split: a file has no splits, so leave it out; path is {self.path}")
-        if self.subset is not None and all(map(is_file, self.paths)):
-            raise ValueError(f"subset: a file has no subsets, so leave it out; path is {self.path}")
-        for name in _OWN_ARGUMENTS:
-            if name in self.chat_template_kwargs:
-                raise ValueError(f'chat_template_kwargs: "{name}" is not for a dataset to choose; leave it out')
-        return self
+    def conflicts(self) -> dict[str, Any]:
+        path = self.path
+        return {
+            f"path: expected a file or the name of a dataset, got {path!r}": not path.strip(),
+            f"split: a file has no splits, so leave it out; path is {path}": self.split is not None and is_file(path),
+            f"subset: a file has no subsets, so leave it out; path is {path}": (
+                self.subset is not None and all(map(is_file, self.paths))
+            ),
+        } | {
+            f'chat_template_kwargs: "{name}" is not for a dataset to choose; leave it out': True
+            for name in _OWN_ARGUMENTS
+            if name in self.chat_template_kwargs
+        }
 
 
 class PromptsConfig(DatasetConfig):
@@ -120,8 +121,9 @@ class HeldOutConfig(DatasetConfig):
             return None
         return self.source_of(self.eval_path or self.path, self.eval_split or "test")
 
-    @model_validator(mode="after")
-    def _splits(self) -> "HeldOutConfig":
-        if self.eval_split is not None and is_file(self.paths[-1]):
-            raise ValueError("eval_split: a file has no splits; leave it out, and name held-out rows by eval_path")
-        return self
+    def conflicts(self) -> dict[str, Any]:
+        return super().conflicts() | {
+            "eval_split: a file has no splits; leave it out, and name held-out rows by eval_path": (
+                self.eval_split is not None and is_file(self.paths[-1])
+            )
+        }

@@ -19,7 +19,7 @@ from fastrl.training.config.presets import PresetConfig, Presets
 class _ObjectiveBase(PresetConfig):
     """The objective: a preset of fastrl.PRESETS and its options. An option that is not given has the preset's value."""
 
-    known = Presets.of(PRESETS, Objective)
+    known = Presets(PRESETS, Objective)
 
     @field_validator("name")
     @classmethod
@@ -31,24 +31,9 @@ class _ObjectiveBase(PresetConfig):
             )
         return name
 
-    def build(self) -> Objective:
-        """The objective: the preset called with its options."""
-        objective: Objective = super().build()
-        return objective
 
-
-_TEXTS = {
-    "ratio": "The level of the ratio that the gate reads.",
-    "entropy_coef": "The weight of the entropy, which is subtracted from the loss.",
-    "aggregate": "How the losses of tokens become one number.",
-    "max_length": 'For aggregate = "seq-mean-token-sum-norm": the length, in tokens, by which sums are divided.',
-    "max_log_ratio": "Every exponent (of a ratio, a KL term, a weight) is clamped to [-max_log_ratio, max_log_ratio].",
-    "off_policy_delta": "A completion with a negative advantage has no policy loss if the mean over its tokens of the"
-    " engine's log-probability less the policy's exceeds this, in nats.",
-    "top_entropy_fraction": "Only this share of the tokens, those with the largest entropy, has a policy loss.",
-}
 ObjectiveConfig = create_model(
-    "ObjectiveConfig", __base__=_ObjectiveBase, __doc__=_ObjectiveBase.__doc__, **_ObjectiveBase.known.fields(_TEXTS)
+    "ObjectiveConfig", __base__=_ObjectiveBase, __doc__=_ObjectiveBase.__doc__, **_ObjectiveBase.known.fields()
 )
 
 

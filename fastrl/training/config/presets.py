@@ -1,20 +1,20 @@
 """A table that names a preset; its options are read from the presets' signatures: a new preset is configurable at once.
 
 class _LossBase(PresetConfig):
-    known = Presets.of(PREFERENCES, Preference, without=("formula", "gamma", "tau"))
+    known = Presets(PREFERENCES, Preference, without=("formula", "gamma", "tau"))
     name: str = "dpo"
 
-LossConfig = create_model("LossConfig", __base__=_LossBase, **_LossBase.known.fields(texts))
+LossConfig = create_model("LossConfig", __base__=_LossBase, **_LossBase.known.fields())
 """
 
 import dataclasses
 import functools
 import inspect
-import re
+import operator
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Union
+from typing import Any, ClassVar, Literal, Union
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -22,18 +22,14 @@ from fastrl.base.spelling import nearest
 from fastrl.training.config.settings import Section
 
 
-class Presets(NamedTuple):
+class Presets:
     """The presets that a table may name, in lower case, and their options."""
 
-    functions: Mapping[str, Callable[..., Any]]
-    options: Mapping[str, Mapping[str, Any]]
-    """preset -> option -> what TOML and a command line can write."""
-
-    @classmethod
-    def of(cls, table: Mapping[str, Callable[..., Any]], made: type, without: Collection[str] = ()) -> "Presets":
+    def __init__(self, table: Mapping[str, Callable[..., Any]], made: type, without: Collection[str] = ()) -> None:
         """From a table of presets that make a dataclass; of its fields, `without` are options only where named."""
-        functions = {name.lower(): preset for name, preset in table.items()}
-        return cls(functions, {name: _options(preset, made, without) for name, preset in functions.items()})
+        self.functions = {name.lower(): preset for name, preset in table.items()}
+        # preset -> option -> what TOML and a command line can write
+        self.options = {name: _options(preset, made, without) for name, preset in self.functions.items()}
 
     def check(self, where: str, preset: str, options: Mapping[str, Any]) -> None:
         """Raise ValueError for an unknown preset, and for an option that it does not have or that has another type."""
@@ -53,53 +49,20 @@ class Presets(NamedTuple):
             except ValidationError as error:
                 raise ValueError(f"{dotted}: {error.errors()[0]['msg']}, got {value!r}") from error
 
-    def fields(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """The options of all presets as fields of a table, None where they are not given.
-
-        `texts` says what the options of every preset mean; the presets' docstrings say it of their own.
-        """
+    def fields(self) -> dict[str, Any]:
+        """The options of all presets as fields of a table, None where they are not given."""
         hints: dict[str, Any] = {}
         for options in self.options.values():
             for name, hint in options.items():
                 hints[name] = hints.get(name, types.NoneType) | hint
-        return {
-            name: (hint | None, Field(None, description=self._described(name, texts.get(name))))
-            for name, hint in hints.items()
-        }
-
-    def _described(self, option: str, shared: str | None) -> str:
-        """What an option means, `shared` or what the docstrings of the presets say of it, with its defaults."""
-        presets: dict[tuple[str, str], list[str]] = {}
-        for preset, function in self.functions.items():
-            if (parameter := inspect.signature(function).parameters.get(option)) is None:
-                continue
-            listed = (inspect.getdoc(function) or "").partition("Args:\n")[2]
-            found = re.search(rf"^ +{option}: (.+)$", listed, re.MULTILINE)
-            text = found[1].replace(", a float or a 0-dim tensor", "") if found else ""
-            default = f"default {parameter.default}"
-            if parameter.default is parameter.empty:
-                default = "required"
-            elif parameter.default is None:
-                text, default = text.replace("None:", "left out:"), ""
-            else:  # TOML has no None, so nothing can put it in the default's place
-                text = re.sub(r"; None: .*", ".", text)
-            presets.setdefault((shared or text, default), []).append(preset)
-        if shared is not None:
-            defaults = (f"{default.capitalize()} for {', '.join(of)}." for (_, default), of in presets.items())
-            return " ".join([shared, *defaults])
-        return "\n".join(
-            f"For {', '.join(of)}{f' ({default})' if default else ''}: {text}"
-            for (text, default), of in presets.items()
-        )
+        return {name: (hint, None) for name, hint in hints.items()}
 
 
 def _scalar(hint: Any) -> Any:
     """The part of a type hint that TOML and a command line can write: numbers, strings, None; or only NoneType."""
     if typing.get_origin(hint) in (Union, types.UnionType):
-        return functools.reduce(lambda a, b: a | b, (_scalar(part) for part in typing.get_args(hint)))
-    if typing.get_origin(hint) is Literal or hint in (float, int, str, bool):
-        return hint
-    return types.NoneType
+        return functools.reduce(operator.or_, map(_scalar, typing.get_args(hint)))
+    return hint if typing.get_origin(hint) is Literal or hint in (float, int, str, bool) else types.NoneType
 
 
 def _options(preset: Callable[..., Any], made: type, without: Collection[str]) -> dict[str, Any]:

@@ -12,16 +12,16 @@ the values of a file that extends this one, or of the command line.
 import argparse
 import json
 import os
-import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
@@ -30,6 +30,7 @@ from fastrl.base.dependencies import how_to_install
 from fastrl.base.errors import UserError
 from fastrl.base.json_text import to_json
 from fastrl.base.spelling import nearest
+from fastrl.base.terminal import say
 
 
 class Section(BaseModel):
@@ -45,6 +46,17 @@ class Section(BaseModel):
 
     displaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """field -> fields that a file's base loses when the file, or the command line, gives this one"""
+
+    def conflicts(self) -> dict[str, Any]:
+        """Rules on fields that must go together: an error -> whether it is the case. The first such one is raised."""
+        return {}
+
+    @model_validator(mode="after")
+    def _has_no_conflicts(self) -> Self:
+        for error, is_the_case in self.conflicts().items():
+            if is_the_case:
+                raise ValueError(error)
+        return self
 
 
 Settings = TypeVar("Settings", bound=Section)
@@ -67,6 +79,18 @@ class Location:
     hub: bool = False
     suffixes: tuple[str, ...] = ()
     dotted: bool = False
+
+    def resolve(self, text: Any, base: Path) -> Any:
+        """The path, absolute; a value that is no text is for the model to refuse."""
+        if isinstance(text, list):
+            return [self.resolve(item, base) for item in text]
+        if not isinstance(text, str):
+            return text
+        if self.dotted and all(part.isidentifier() for part in text.split(".")) and not text.endswith(".py"):
+            return text
+        resolved = base / Path(text).expanduser()
+        is_path = resolved.exists() or text.endswith(self.suffixes) or looks_like_path(text, base)
+        return text if self.hub and not (is_path and text.strip()) else os.path.normpath(resolved.absolute())
 
 
 def parse_command_line(
@@ -110,7 +134,7 @@ def usage_of(command: str, switches: Iterable[str], short: Iterable[str]) -> str
     return f"fastrl {command} CONFIG{options} [--section.field value ...]"
 
 
-def fields(kind: type[BaseModel], *above: str) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+def fields(kind: type[Section], *above: str) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
     """Each field that holds a value, as the names of its tables and its own, in the order of the model."""
     for name, field in kind.model_fields.items():
         if inner := table_of(field):
@@ -119,31 +143,31 @@ def fields(kind: type[BaseModel], *above: str) -> Iterator[tuple[tuple[str, ...]
             yield (*above, name), field
 
 
-def table_of(field: FieldInfo) -> type[BaseModel] | None:
+def table_of(field: FieldInfo) -> type[Section] | None:
     """The model of a field that is a table of its own."""
-    for inner in get_args(field.annotation) or (field.annotation,):
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            return inner
-    return None
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
-def _check_tables(kind: type[BaseModel], arguments: dict[str, Any], prefix: str = "") -> None:
+def _table(kind: type[Section], name: str) -> type[Section]:
+    """The model of a table in a tree; for what is no table of the model, one without fields."""
+    field = kind.model_fields.get(name)
+    return (field and table_of(field)) or Section
+
+
+def _check_tables(kind: type[Section], arguments: dict[str, Any]) -> None:
     """Raise UserError for a table on the command line that is not JSON.
 
     pydantic-settings would take name=value, and make a text of every value: enable_thinking=false would be true.
     """
-    for name, field in kind.model_fields.items():
-        if inner := table_of(field):
-            _check_tables(inner, arguments, f"{prefix}{name}.")
-        for text in (arguments.get(prefix + name) or []) if get_origin(field.annotation) is dict else []:
+    for option in [".".join(names) for names, field in fields(kind) if get_origin(field.annotation) is dict]:
+        for text in arguments.get(option) or ():
             try:
-                table = json.loads(text)
+                is_table = isinstance(json.loads(text), dict)
             except ValueError:
-                table = None
-            if not isinstance(table, dict):
-                raise UserError(
-                    f"--{prefix}{name}: expected a table as JSON, such as '{{\"name\": false}}', got {text!r}"
-                )
+                is_table = False
+            if not is_table:
+                raise UserError(f"--{option}: expected a table as JSON, such as '{{\"name\": false}}', got {text!r}")
 
 
 def load_settings(kind: type[Settings], path: Path, overrides: dict[str, Any] | None = None) -> Settings:
@@ -163,19 +187,14 @@ def load_settings(kind: type[Settings], path: Path, overrides: dict[str, Any] | 
 
 def _say_what_is_displaced(kind: type[Section], path: Path, tree: dict[str, Any], overrides: dict[str, Any]) -> None:
     """Warn of a model on the command line that takes the place of a file's, but learns from that one's data."""
-    for name, field in kind.model_fields.items():
-        model, given, before = table_of(field), overrides.get(name) or {}, tree.get(name)
-        if not isinstance(before, dict) or model is None or not issubclass(model, Section):
-            continue
-        for option in given:
-            lost = [
-                f"{name}.{other}" for other in model.displaces.get(option, ()) if other in before and other not in given
-            ]
+    for name, given in overrides.items():
+        for option in given if isinstance(given, dict) and isinstance(tree.get(name), dict) else ():
+            others = _table(kind, name).displaces.get(option, ())
+            lost = [f"{name}.{other}" for other in others if other in tree[name] and other not in given]
             if lost and "path" not in (overrides.get("data") or {}):
-                print(
-                    f"fastrl: warning: --{name}.{option} takes the place of {' and '.join(lost)} in {path}, whose data,"
-                    " rewards and lengths stay; fastrl init writes a config for data of your own",
-                    file=sys.stderr,
+                say(
+                    f"warning: --{name}.{option} takes the place of {' and '.join(lost)} in {path}, whose data,"
+                    " rewards and lengths stay; fastrl init writes a config for data of your own"
                 )
 
 
@@ -200,17 +219,14 @@ def _read(kind: type[Section], path: Path, above: list[Path]) -> dict[str, Any]:
     return _merge(kind, _read(kind, path.parent / base, [*above, path.resolve()]), tree)
 
 
-def _resolve_paths(kind: type[BaseModel], tree: dict[str, Any], base: Path) -> None:
+def _resolve_paths(kind: type[Section], tree: dict[str, Any], base: Path) -> None:
     """Make the paths in a tree absolute, in place."""
-    for name, field in kind.model_fields.items():
-        value = tree.get(name)
-        if isinstance(value, dict) and (inner := table_of(field)):
-            _resolve_paths(inner, value, base)
-        for mark in field.metadata:
-            if isinstance(mark, Location) and isinstance(value, str):
-                tree[name] = _resolve(value, base, mark)
-            elif isinstance(mark, Location) and isinstance(value, list):
-                tree[name] = [_resolve(item, base, mark) if isinstance(item, str) else item for item in value]
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            _resolve_paths(_table(kind, name), value, base)
+        for mark in kind.model_fields[name].metadata if name in kind.model_fields else ():
+            if isinstance(mark, Location):
+                tree[name] = mark.resolve(value, base)
 
 
 def import_for(field: str, package: str) -> Any:
@@ -227,73 +243,54 @@ def looks_like_path(text: str, base: Path = Path()) -> bool:
     A path begins or ends like one, has more parts, or its first part is a directory under `base`.
     """
     first, *rest = text.split("/")
-    return (
-        text.startswith((".", "/", "~"))
-        or text.endswith("/")
-        or len(rest) > 1
-        or (rest != [] and (base / first).is_dir())
-    )
+    begins_or_ends = text.startswith((".", "/", "~")) or text.endswith("/")
+    return begins_or_ends or len(rest) > 1 or (rest != [] and (base / first).is_dir())
 
 
-def _resolve(text: str, base: Path, mark: Location) -> str:
-    resolved = base / Path(text).expanduser()
-    if mark.dotted and all(part.isidentifier() for part in text.split(".")) and not text.endswith(".py"):
-        return text
-    is_path = resolved.exists() or text.endswith(mark.suffixes) or looks_like_path(text, base)
-    if mark.hub and (not text.strip() or not is_path):
-        return text
-    return os.path.normpath(resolved.absolute())
-
-
-def _merge(kind: type[BaseModel] | None, base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+def _merge(kind: type[Section], base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     """The tables of `base` with the values of `top`, which win, and displace others; `kind` is the tables' model."""
-    displaces = kind.displaces if kind is not None and issubclass(kind, Section) else {}
-    displaced = {other for name in top for other in displaces.get(name, ())}
-    merged = {name: value for name, value in base.items() if name not in displaced}
-    presets = base.get("presets")
-    if isinstance(presets, dict):
-        merged["presets"] = {
-            preset: {name: value for name, value in table.items() if name not in top}
-            if isinstance(table, dict)
-            else table
-            for preset, table in presets.items()
-        }
-    for key, value in top.items():
-        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        field = None if kind is None else kind.model_fields.get(key)
-        merged[key] = _merge(field and table_of(field), merged[key], value) if both_tables else value
+    displaced = {other for name in top for other in kind.displaces.get(name, ())}
+    merged = _without(displaced, base)
+    if isinstance(presets := base.get("presets"), dict):
+        merged["presets"] = {preset: _without(top, options) for preset, options in presets.items()}
+    for name, value in top.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = _merge(_table(kind, name), merged[name], value) if both_tables else value
     return merged
+
+
+def _without(names: Collection[str], table: Any) -> Any:
+    return {name: value for name, value in table.items() if name not in names} if isinstance(table, dict) else table
 
 
 #: Messages in a file's own words, in place of pydantic's in Python's.
 _EXPECTED = {"model_type": "expected a table", "tuple_type": "expected a list", "list_type": "expected a list"}
 
 
-def _describe(kind: type[BaseModel], error: ValidationError, path: Path, overrides: dict[str, Any]) -> list[str]:
-    lines = []
-    known = {names[:i] for names, _ in fields(kind) for i in range(1, len(names) + 1)}
+def _describe(kind: type[Section], error: ValidationError, path: Path, overrides: dict[str, Any]) -> Iterator[str]:
+    """A line for each field that is wrong."""
     for item in error.errors():
-        field = ".".join(str(part) for part in item["loc"])
-        override: Any = overrides  # the command line's value of this field
-        for i, part in enumerate(item["loc"]):
-            if isinstance(part, int) and override is not None:  # of a list
-                field = ".".join(map(str, item["loc"][:i])) + f": value {part + 1}"
-                break
-            override = override.get(part) if isinstance(override, dict) else None
-        if isinstance(override, dict) and override:  # several fields that do not go together
-            options = " ".join(f"--{field}.{name}".replace("--.", "--") for name in override)
-            where = f"{path} with {options}: {field}".removesuffix(": ")
+        names = [str(name) for name in takewhile(lambda part: isinstance(part, str), item["loc"])]
+        field, received = ".".join(names), item["input"]
+        if names != list(item["loc"]):  # of a list
+            field += f": value {int(item['loc'][len(names)]) + 1}"
+        given: Any = overrides  # the command line's value of this field
+        for name in names:
+            given = given.get(name) if isinstance(given, dict) else None
+        if given is None or given == {}:
+            where = f"{path}: {field}"
+        elif isinstance(given, dict):  # several fields that do not go together
+            where = f"{path} with {' '.join('--' + '.'.join([*names, name]) for name in given)}: {field}"
         else:
-            where = f"{path}: {field}".removesuffix(": ") if override is None or override == {} else f"--{field}"
+            where = f"--{field}"
+        where = where.removesuffix(": ")
         if item["type"] == "extra_forbidden":
-            *table, name = item["loc"]
-            beside = [names[-1] for names in known if list(names[:-1]) == table]
-            lines.append(f"{where}: unknown field (value {item['input']!r}){nearest(str(name), beside)}")
+            *table, name = names
+            beside = {other[len(table)] for other, _ in fields(kind) if list(other[: len(table)]) == table}
+            yield f"{where}: unknown field (value {received!r}){nearest(name, beside)}"
         elif item["type"] == "missing":
-            lines.append(f"{where}: required, but not given")
+            yield f"{where}: required, but not given"
         else:
-            message = _EXPECTED.get(item["type"]) or item["msg"].removeprefix("Value error, ")
-            received = f", got {item['input']!r}"
-            shows_value = isinstance(item["input"], BaseModel | dict) or message.endswith(received)
-            lines.append(f"{where}: {message}{'' if shows_value else received}")
-    return lines
+            message = _EXPECTED.get(item["type"], item["msg"].removeprefix("Value error, "))
+            shows_value = isinstance(received, BaseModel | dict) or message.endswith(f", got {received!r}")
+            yield f"{where}: {message}{'' if shows_value else f', got {received!r}'}"

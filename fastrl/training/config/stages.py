@@ -9,6 +9,7 @@ from pydantic import Field, create_model, model_validator
 from fastrl import PREFERENCES, Preference
 from fastrl.training.config.data import HeldOutConfig, PromptsConfig
 from fastrl.training.config.presets import PresetConfig, Presets
+from fastrl.training.config.sampling import RewardConfig, RolloutConfig
 from fastrl.training.config.sections import (
     BudgetConfig,
     FileLocation,
@@ -17,10 +18,8 @@ from fastrl.training.config.sections import (
     MicroBatchConfig,
     ModelConfig,
     OptimizerConfig,
-    RewardConfig,
-    RolloutConfig,
     TeacherConfig,
-    check_input,
+    replaced_inputs,
     with_learning_rate,
 )
 from fastrl.training.config.settings import Location, Section
@@ -59,10 +58,12 @@ class StageConfig(Section):
     logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
-    def _whole(self) -> "StageConfig":
+    def _with_learning_rate(self) -> "StageConfig":
         with_learning_rate(self, self.command)
-        check_input("model.path", self.model.path, self.logging)
         return self
+
+    def conflicts(self) -> dict[str, Any]:
+        return replaced_inputs(self.logging, {"model.path": self.model.path})
 
 
 class TokenStageConfig(StageConfig):
@@ -88,11 +89,9 @@ class SFTConfig(TokenStageConfig):
 
     distillation: DistillationConfig | None = None
 
-    @model_validator(mode="after")
-    def _keeps_its_teacher(self) -> "SFTConfig":
-        if self.distillation is not None:
-            check_input("distillation.teacher", self.distillation.teacher, self.logging)
-        return self
+    def conflicts(self) -> dict[str, Any]:
+        teacher = None if self.distillation is None else self.distillation.teacher
+        return super().conflicts() | replaced_inputs(self.logging, {"distillation.teacher": teacher})
 
 
 # --- fastrl dpo -------------------------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ class _LossBase(PresetConfig):
     """The loss: a preset of fastrl.PREFERENCES and its options. An option that is not given has the preset's value."""
 
     # gamma and tau change a loss: only those have them that name them.
-    known = Presets.of(PREFERENCES, Preference, without=("formula", "gamma", "tau"))
+    known = Presets(PREFERENCES, Preference, without=("formula", "gamma", "tau"))
 
     name: str = "dpo"
     """The preset, in any case."""
@@ -116,22 +115,8 @@ class _LossBase(PresetConfig):
             return table
         return table | {"beta": inspect.signature(preset).parameters["beta"].default}
 
-    def build(self) -> Preference:
-        """The preference: the preset called with its options."""
-        preference: Preference = super().build()
-        return preference
 
-
-_TEXTS = {
-    "beta": "Multiplies the scores.",
-    "label_smoothing": "The share of pairs that are assumed to be labelled the wrong way round.",
-    "gamma": "The margin that beta times the difference of the scores should exceed.",
-    "tau": "The width of DiscoPOP's blend of losses.",
-    "nll_coef": "The weight of the chosen completions' negative log-likelihood per token.",
-    "average": "Whether a score is the mean over a completion's tokens, instead of the sum.",
-    "reference": "Whether the reference's log-probability is subtracted from the policy's.",
-}
-LossConfig = create_model("LossConfig", __base__=_LossBase, __doc__=_LossBase.__doc__, **_LossBase.known.fields(_TEXTS))
+LossConfig = create_model("LossConfig", __base__=_LossBase, __doc__=_LossBase.__doc__, **_LossBase.known.fields())
 
 
 class DPOConfig(TokenStageConfig):
@@ -159,13 +144,12 @@ class RewardModelConfig(StageConfig):
 
     data: RewardDataConfig
 
-    @model_validator(mode="after")
-    def _no_language_model(self) -> "RewardModelConfig":
-        if self.model.lora_rank is not None:
-            raise ValueError("model.lora_rank: a reward model trains all its weights; leave that out")
-        if self.model.logits_dtype is not None:
-            raise ValueError("model.logits_dtype: a reward model has no logits over a vocabulary; leave that out")
-        return self
+    def conflicts(self) -> dict[str, Any]:
+        lora, logits = self.model.lora_rank, self.model.logits_dtype
+        return super().conflicts() | {
+            "model.lora_rank: a reward model trains all its weights; leave that out": lora is not None,
+            "model.logits_dtype: a reward model has no logits over a vocabulary; leave that out": logits is not None,
+        }
 
 
 # --- fastrl sample ----------------------------------------------------------------------------------------------------
@@ -198,22 +182,12 @@ class SampleConfig(Section):
     training: MachineConfig = MachineConfig()
     output: OutputConfig = OutputConfig()
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "SampleConfig":
-        best, count, reward = self.output.best, self.rollout.num_generations, self.reward
-        if best is not None and best > count:
-            raise ValueError(f"output.best: expected at most rollout.num_generations = {count}, got {best}")
-        if best is not None and "reward" not in self.model_fields_set:
-            raise ValueError("output.best: the best are those with the highest rewards; it needs a table [reward]")
-        if self.output.path.absolute() == Path(self.data.path).absolute():
-            raise ValueError(f"output.path: {self.output.path} is data.path too")
-        path = self.output.path
-        if path.is_symlink() or (path.exists() and not path.is_file()):  # the finished file would replace it
-            raise ValueError(f"output.path: expected a file, got a directory, a link or a device, {path}")
+    def conflicts(self) -> dict[str, Any]:
+        best, count, path = self.output.best, self.rollout.num_generations, self.output.path
         unused = {
-            "reward.steps": reward.steps is not None,
-            "reward.overlong_cache": reward.overlong_cache is not None,
-            "reward.overlong_filter": reward.overlong_filter,
+            "reward.steps": self.reward.steps is not None,
+            "reward.overlong_cache": self.reward.overlong_cache is not None,
+            "reward.overlong_filter": self.reward.overlong_filter,
             "rollout.dynamic_sampling": self.rollout.dynamic_sampling,
             "rollout.keep_routing": self.rollout.keep_routing,
             "rollout.ahead": self.rollout.ahead > 0,
@@ -222,7 +196,17 @@ class SampleConfig(Section):
             "model.gradient_checkpointing": self.model.gradient_checkpointing,
             "model.logits_dtype": self.model.logits_dtype is not None,
         }
-        for name, is_set in unused.items():
-            if is_set:
-                raise ValueError(f"{name}: means nothing here, where nothing is trained; leave it out")
-        return self
+        return {
+            f"output.best: expected at most rollout.num_generations = {count}, got {best}": (best or 0) > count,
+            "output.best: the best are those with the highest rewards; it needs a table [reward]": (
+                best is not None and "reward" not in self.model_fields_set
+            ),
+            f"output.path: {path} is data.path too": path.absolute() == Path(self.data.path).absolute(),
+            # What is there is replaced by the finished file.
+            f"output.path: expected a file, got a directory, a link or a device, {path}": (
+                path.is_symlink() or (path.exists() and not path.is_file())
+            ),
+        } | {
+            f"{name}: means nothing here, where nothing is trained; leave it out": is_set
+            for name, is_set in unused.items()
+        }

@@ -11,8 +11,13 @@ def digest(rows: Iterable[Any]) -> str:
     """The digest of a dataset's rows: JSON values, dataclasses of them, and what else a column may hold."""
     sha256 = hashlib.sha256()
     for row in rows:
-        sha256.update(json.dumps(row, default=json_value).encode() + b"\n")
+        sha256.update(digested(row))
     return sha256.hexdigest()
+
+
+def digested(row: Any) -> bytes:
+    """What a digest is made of, for a row."""
+    return json.dumps(row, default=json_value).encode() + b"\n"
 
 
 def json_value(value: Any) -> Any:

@@ -1,9 +1,7 @@
 """Prompts with what their rows say of them: a dataset's, in an order of the seed; or plain text."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
+from fastrl.base.terminal import say
 from fastrl.training.config.data import PromptsConfig, Source
 from fastrl.training.data.digest import digest
 from fastrl.training.data.prompts import PromptFormat, encoded
@@ -57,15 +56,14 @@ class Room:
     def holds(self, example: Example) -> bool:
         """Whether the prompt is short enough. Raises UserError naming it if it is not, unless such are dropped."""
         length = len(example.token_ids)
-        if self.tokens is None or length <= self.tokens:
-            return True
-        if not self.drop:
+        fits = self.tokens is None or length <= self.tokens
+        if not fits and not self.drop:
             raise UserError(
                 f"{example.source}: the prompt has {length} tokens, but data.max_prompt_tokens, or the context of the "
                 f"model or its teacher besides rollout.max_new_tokens, leaves room for {self.tokens}; "
                 'data.overlong_prompts = "drop" leaves such prompts out'
             )
-        return False
+        return fits
 
 
 def load_examples(source: Source, prompts: PromptFormat, room: Room = Room()) -> tuple[list[Example], int]:
@@ -73,9 +71,9 @@ def load_examples(source: Source, prompts: PromptFormat, room: Room = Room()) ->
 
     Raises UserError naming file:line for a row that cannot be used, and if no prompt is left.
     """
-    everything = (as_example(row, prompts, where) for where, row in prompt_rows(source, prompts))
     dropped, examples = 0, []
-    for example in everything:
+    for where, row in prompt_rows(source, prompts):
+        example = as_example(prompts, where, row)
         if room.holds(example):
             examples.append(example)
         else:
@@ -83,11 +81,8 @@ def load_examples(source: Source, prompts: PromptFormat, room: Room = Room()) ->
     if not examples:
         raise nothing_left(source, dropped, room)
     if dropped:
-        print(
-            f"fastrl: {source.name}: {dropped} of {dropped + len(examples)} prompts dropped, which have more than "
-            f"{room.tokens} tokens",
-            file=sys.stderr,
-        )
+        count = dropped + len(examples)
+        say(f"{source.name}: {dropped} of {count} prompts dropped, which have more than {room.tokens} tokens")
     return examples, dropped
 
 
@@ -121,7 +116,7 @@ def prompt_rows(source: Source, prompts: PromptFormat) -> Iterator[tuple[str, di
         yield where, row | {"prompt": prompt}
 
 
-def as_example(row: dict[str, Any], prompts: PromptFormat, where: str) -> Example:
+def as_example(prompts: PromptFormat, where: str, row: dict[str, Any]) -> Example:
     """The example of one of `prompt_rows`. Raises UserError if its prompt has no tokens."""
     columns = {name: value for name, value in row.items() if name != "prompt"}
     token_ids = prompts.token_ids(row["prompt"], where, row.get("tools"))
@@ -140,15 +135,11 @@ class PromptSampler:
         self.examples, self.seed, self.dropped = examples, seed, dropped
         self.drawn = 0
 
-    @cached_property
-    def digest(self) -> str:
-        """The digest of the examples: the prompts, and the columns that the reward reads."""
-        return digest([example.token_ids, example.columns] for example in self.examples)
-
     @property
     def data(self) -> dict[str, tuple[int, str]]:
-        """What `Trained.data` holds of the dataset."""
-        return {"data.path": (len(self.examples), self.digest)}
+        """What `Trained.data` holds of the dataset, whose digest is of prompts and of what the reward reads."""
+        rows = ([example.token_ids, example.columns] for example in self.examples)
+        return {"data.path": (len(self.examples), digest(rows))}
 
     def next(self, count: int) -> list[Example]:
         """The next `count` examples."""
@@ -175,8 +166,7 @@ class TextStream:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise UserError(f"{path}: cannot read the text: {reason}") from error
+            raise UserError(f"{path}: cannot read the text: {getattr(error, 'strerror', error)}") from error
         # The newline at the end of the file is not part of the text.
         self.tokens = torch.tensor(encoded(text.removesuffix("\n"), tokenizer, str(path)))
         self.length, self.position = length, 0

@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
+from fastrl.rewards.transcript import messages_of
 from fastrl.training.config.data import DatasetConfig
-from fastrl.training.data.transcript import messages_of
 from fastrl.training.data.turn_end import turn_end
 
 _LONGEST_OPENING = 16  # tokens, of a tokenizer of characters
@@ -36,24 +36,19 @@ class PromptFormat:
 
     def prompt(self, prompt: Any, where: str) -> str | list[dict[str, Any]]:
         """A row's prompt with the system prompt. Raises UserError naming `where` if it is of no form that is known."""
-        if not isinstance(prompt, str):
-            _check_messages(prompt, where)
-            # A message keeps its content, as the message of a tool call may be without one.
-            prompt = [without_none(message, ("content",)) for message in prompt]
-        elif self.system_prompt is None:
+        if isinstance(prompt, str) and self.system_prompt is None:
             if self.template:
                 raise UserError(
                     f"{where}: the prompt is a string, which no chat template sees, so data.chat_template_kwargs mean "
                     'nothing; make it a message by data.system_prompt ("" for a user\'s message alone)'
                 )
             return prompt
-        else:
-            prompt = [{"role": "user", "content": prompt}]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _checked(prompt, where)
         if not self.system_prompt:
-            return list(prompt)
-        if any(message["role"] == "system" for message in prompt):
+            return messages
+        if any(message["role"] == "system" for message in messages):
             raise UserError(f"{where}: the prompt has a system message already; leave data.system_prompt out")
-        return [{"role": "system", "content": self.system_prompt}, *prompt]
+        return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def token_ids(self, prompt: str | list[dict[str, Any]], where: str, tools: Any = None) -> list[int]:
         """The model's input for what `prompt` returned, and the row's field `tools`, which a chat template describes.
@@ -205,10 +200,13 @@ def without_none(value: Any, kept: Container[str] = ()) -> Any:
     return [without_none(x) for x in value] if isinstance(value, list | tuple) else value
 
 
-def _check_messages(prompt: Any, where: str) -> None:
+def _checked(prompt: Any, where: str) -> list[dict[str, Any]]:
+    """The messages of a prompt that is no string."""
     expected = 'expected a string or a list of {"role": ..., "content": ...}'
     if not isinstance(prompt, list) or not prompt:
         raise UserError(f"{where}: prompt: {expected}, got {prompt!r}")
     for index, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise UserError(f"{where}: prompt[{index}]: {expected}, got {message!r}")
+    # A message keeps its content, as the message of a tool call may be without one.
+    return [without_none(message, ("content",)) for message in prompt]

@@ -26,11 +26,10 @@ def rows_of(source: Source) -> Rows:
         rows = _read_parquet(Path(source.path))
     else:
         rows, hint = _read_json_lines(Path(source.path)), "; expected one JSON object per line"
-    empty = True
+    where = ""
     for where, row in rows:
-        empty = False
         yield where, _renamed(source, row, where)
-    if empty:
+    if not where:
         raise UserError(f"{source.name}: the dataset is empty{hint}")
 
 
@@ -38,22 +37,19 @@ def _renamed(source: Source, row: dict[str, Any], where: str) -> dict[str, Any]:
     named = {}
     kept = {name: value for name, value in row.items() if name not in source.fields.values()}
     for name, column in source.fields.items():
-        if column not in row:
-            listed = ", ".join(row) or "no fields"
-            raise UserError(f'{where}: no field "{column}", which data.fields names; the row has {listed}')
+        named[name] = field_of(row, column, where, ", which data.fields names")
         if name in kept:
             raise UserError(
                 f'{where}: data.fields names "{column}" as "{name}", but the row has another field of that name; '
                 f'give that one a name too: fields = {{ {name} = "{column}", other = "{name}" }}'
             )
-        named[name] = row[column]
     return named | kept
 
 
-def field_of(row: Mapping[str, Any], name: str, where: str) -> Any:
+def field_of(row: Mapping[str, Any], name: str, where: str, because: str = "") -> Any:
     """The value of a field that a row must have."""
     if name not in row:
-        raise UserError(f'{where}: no field "{name}"; the row has {", ".join(row) or "no fields"}')
+        raise UserError(f'{where}: no field "{name}"{because}; the row has {", ".join(row) or "no fields"}')
     return row[name]
 
 

@@ -1,7 +1,6 @@
 """Prompts of a dataset that is too large to hold: read row by row, in an order that a buffer shuffles."""
 
 import hashlib
-import json
 import random
 from collections.abc import Mapping
 from itertools import chain
@@ -9,7 +8,7 @@ from typing import Any
 
 from fastrl.base.errors import UserError
 from fastrl.training.config.data import Source
-from fastrl.training.data.digest import json_value
+from fastrl.training.data.digest import digested
 from fastrl.training.data.examples import Example, Room, as_example, nothing_left, prompt_rows
 from fastrl.training.data.prompts import PromptFormat
 from fastrl.training.data.sources import Rows
@@ -27,11 +26,7 @@ class StreamSampler:
     would read.
     """
 
-    epoch: int
-    taken: int  # rows of the epoch that have left the buffer
-    read: int  # rows of the epoch that have entered it
-    rows: Rows  # the others
-    buffer: list[tuple[str, dict[str, Any]]]
+    rows: Rows  # of the epoch, that have not entered the buffer yet
 
     def __init__(
         self, source: Source, prompts: PromptFormat, room: Room, seed: int, size: int, world: World = ALONE
@@ -41,9 +36,9 @@ class StreamSampler:
         self.world = world
         self.drawn, self.dropped = 0, 0  # examples returned, and overlong prompts in their place, over all epochs
         self._start(0)
-        where, row = next(self.rows)
-        as_example(row, prompts, where)
-        self.rows = chain([(where, row)], self.rows)
+        first = next(self.rows)
+        as_example(prompts, *first)
+        self.rows = chain([first], self.rows)
 
     @property
     def data(self) -> dict[str, tuple[int, str]]:
@@ -63,7 +58,7 @@ class StreamSampler:
                     raise nothing_left(self.source, self.dropped, self.room)
                 self._start(self.epoch + 1)
                 continue
-            example = as_example(item[1], self.prompts, item[0])
+            example = as_example(self.prompts, *item)
             if self.room.holds(example):
                 examples.append(example)
             else:
@@ -89,24 +84,23 @@ class StreamSampler:
             pass
         if self.digest.hexdigest() != state["digest"]:
             raise UserError(
-                f"{self.source.name}: cannot be resumed with another dataset: its first {self.read} rows are not those "
-                "that the run has read"
+                f"{self.source.name}: cannot be resumed with another dataset: its first "
+                f"{self.taken + len(self.buffer)} rows are not those that the run has read"
             )
         self.drawn, self.dropped = state["drawn"], state["dropped"]
 
     def _start(self, epoch: int) -> None:
-        self.epoch, self.taken, self.read = epoch, 0, 0
+        self.epoch, self.taken = epoch, 0  # rows of the epoch that have left the buffer
+        self.buffer: list[tuple[str, dict[str, Any]]] = []
         self.rows = prompt_rows(self.source, self.prompts)
         self.random = random.Random(f"{self.seed}, epoch {epoch}")
-        self.buffer = []
-        self.digest = hashlib.sha256()
+        self.digest = hashlib.sha256()  # of the rows that have entered it
 
     def _take(self) -> tuple[str, dict[str, Any]] | None:
         """The next row of the epoch's order, or None at its end."""
         while len(self.buffer) < self.size and (item := next(self.rows, None)) is not None:
             self.buffer.append(item)
-            self.read += 1
-            self.digest.update(json.dumps(item[1], default=json_value).encode() + b"\n")
+            self.digest.update(digested(item[1]))
         if not self.buffer:
             return None
         index = self.random.randrange(len(self.buffer))

@@ -6,7 +6,10 @@ from typing import Any
 
 from fastrl.base.errors import UserError
 from fastrl.planning.budget import parse_budget
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.rewards.foreign import foreign_code
+from fastrl.rewards.loading import import_function
+from fastrl.rewards.pool import WorkerPool
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.config.settings import import_for
 from fastrl.training.engines.protocol import Engine
 from fastrl.training.engines.sampler import CompletionSampler
@@ -14,9 +17,6 @@ from fastrl.training.engines.transformers import checked_engine
 from fastrl.training.engines.turns import WHAT, Tools, Turns
 from fastrl.training.models.policy import Policy
 from fastrl.training.parallel.world import ALONE, World
-from fastrl.training.rewards.foreign import foreign_code
-from fastrl.training.rewards.functions import import_function
-from fastrl.training.rewards.pool import WorkerPool
 
 METHODS = ("generate", "update_weights", "sleep", "wake_up")
 

@@ -133,8 +133,8 @@ class Draw:
     sampling: Sampling
     first: int  # the serial number of the first completion
     share: range  # the indices of the requests that this rank asks for
-    done: dict[int, Sequence[Completion]] = field(default_factory=dict)  # by the request's index
-    steps: dict[int, int] = field(default_factory=dict)  # after which the policy had the weights that drew them
+    # By the request's index, with the step after which the policy had the weights that drew them.
+    done: dict[int, tuple[Sequence[Completion], int]] = field(default_factory=dict)
     numbers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # metrics of engine and tools
     thread: Thread | None = None  # that draws it in the background
     error: BaseException | None = None  # that ended the thread
@@ -148,9 +148,9 @@ class Draw:
         """The rollout of this rank's completions, if it has any; all of them must be there."""
         if not self.share:
             return None
-        completions = [completion for index in self.share for completion in self.done[index]]
+        drawn = [(completion, step) for some, step in map(self.done.__getitem__, self.share) for completion in some]
+        completions, steps = zip(*drawn, strict=True)
         first = sum(request.n for request in self.requests[: self.share.start])
-        steps = [self.steps[index] for index in self.share for _ in self.done[index]]
         return replace(
             assemble(policy, self.examples[first : first + len(completions)], completions, self.sampling),
             serial=torch.arange(len(completions)) + self.first + first,

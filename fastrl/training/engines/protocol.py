@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example
 
 

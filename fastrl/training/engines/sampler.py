@@ -1,7 +1,6 @@
 """Draws rollouts from an engine: gives it the policy's weights, waits for it when it dies, checks what it returns."""
 
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,9 +10,11 @@ from threading import Thread
 import torch
 
 from fastrl.base.errors import UserError
+from fastrl.base.terminal import say
 from fastrl.models.patching import is_sharded
+from fastrl.rewards.foreign import beside_trainer
 from fastrl.training.batches.rollout import Rollout, join
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.completions import Draw, check_completions, check_weights, wrong
 from fastrl.training.engines.protocol import Engine, EngineFailed, EngineLost, EngineUnavailable, Request, Sampling
@@ -23,7 +24,6 @@ from fastrl.training.models.policy import Policy
 from fastrl.training.parallel.seeds import seed_of
 from fastrl.training.parallel.shard import unsharded, whole_on_main
 from fastrl.training.parallel.world import ALONE, World
-from fastrl.training.rewards.foreign import beside_trainer
 from fastrl.training.run.optimizer import Diverged
 
 FAILURES = 3  # in a row, of an engine that answers in between: then it is not its absence
@@ -54,6 +54,7 @@ class CompletionSampler:
         self, engine: Engine, policy: Policy, settings: RolloutConfig, seed: int, world: World = ALONE
     ) -> None:
         self.engine, self.policy, self.settings, self.seed, self.world = engine, policy, settings, seed, world
+        self.has_policy = settings.engine == "transformers"  # the engine draws with the policy itself
         self.drawn = 0  # completions of the run that were asked for so far
         self.names = count()
         self.step = 0  # after which the policy has its present weights; set by the loop
@@ -70,11 +71,6 @@ class CompletionSampler:
         """The version of the policy's weights."""
         return f"{self.run}-{self.step}"
 
-    @property
-    def has_policy(self) -> bool:
-        """Whether the engine draws with the policy itself."""
-        return self.settings.engine == "transformers"
-
     def draw(self, examples: Sequence[Example], **how: bool) -> Rollout:
         """One completion for each example (repeat one to sample it several times); see `ask`."""
         return self.finish(self.ask(examples, **how))
@@ -89,7 +85,7 @@ class CompletionSampler:
         sampling = Sampling.of(self.settings, self.policy.eos_token_ids, greedy, record)
         requests, series = [], ["apart"] if apart else []
         number = first = 0 if apart else self.drawn
-        for example, n in _runs(examples):
+        for example, n in ((first, 1 + len(list(same))) for _, (first, *same) in groupby(examples, key=id)):
             name = f"fastrl-{self.run}-{next(self.names)}"
             # Distant seeds: an engine may add to one for each completion of a request.
             seed = seed_of(self.seed, *series, number)
@@ -123,9 +119,12 @@ class CompletionSampler:
         """Draw what is missing, and return all of it. Adds the seconds. Raises EngineLost if the engine cannot."""
         numbers = {} if numbers is None else numbers
         with self.world.working("time/generate", numbers):
-            self._wait()
+            begun, self.begun = self.begun, None
+            if begun is not None and begun.thread is not None:
+                begun.thread.join()  # an engine's calls do not overlap, nor may its policy change
+                self._settle(begun)
         failures = 0
-        while missing := self._left(draw):
+        while missing := sum(self.world.gathered(len(draw.missing))):
             self._ready(numbers)
             with self.world.working("time/generate", numbers):
                 with unsharded(self.policy.model) if self.has_policy else nullcontext():
@@ -134,13 +133,6 @@ class CompletionSampler:
         with self.world.working("time/generate", numbers):
             parts = self.world.together(lambda: draw.rollout(self.policy))
             return join([part for part in parts if part is not None])
-
-    def _wait(self) -> None:
-        """Wait for the other thread, if there is one: an engine's calls do not overlap, nor may its policy change."""
-        draw, self.begun = self.begun, None
-        if draw is not None and draw.thread is not None:
-            draw.thread.join()
-            self._settle(draw)
 
     @_of_the_engine()
     def sleep(self) -> None:
@@ -211,10 +203,6 @@ class CompletionSampler:
 
     # --- completions ------------------------------------------------------------------------------------------------
 
-    def _left(self, draw: Draw) -> int:
-        """How many requests have no completions yet, of all ranks."""
-        return sum(self.world.gathered(len(draw.missing)))
-
     def _try(self, draw: Draw, expected: str | None, step: int) -> None:
         """Draw this rank's missing completions with this version of the weights; `_settle` says what came of it."""
         try:
@@ -236,7 +224,7 @@ class CompletionSampler:
             raise error
 
         error = next(filter(None, self.world.together(absence)), None)
-        left = self._left(draw)
+        left = sum(self.world.gathered(len(draw.missing)))
         failures = failures + 1 if left == before else 1
         if error is not None:
             _check_failures(failures, error)
@@ -254,7 +242,7 @@ class CompletionSampler:
             for index, completions in self.engine.generate([draw.requests[i] for i in missing], draw.sampling):
                 check_weights(completions, expected)
                 check_completions(completions, draw.requests[missing[index]], self.policy.vocabulary)
-                draw.done[missing[index]], draw.steps[missing[index]] = completions, step
+                draw.done[missing[index]] = completions, step
         finally:
             if not self.has_policy:
                 draw.numbers["time/engine"] += time.perf_counter() - started
@@ -271,15 +259,3 @@ def _check_failures(count: int, error: EngineUnavailable) -> None:
             f"rollout.engine: {error}; that was {FAILURES} times in a row, though the engine answers in between; its "
             "own log says more"
         ) from error
-
-
-def say(text: str) -> None:
-    """A line for whoever watches the run."""
-    print(f"fastrl: {text}", file=sys.stderr, flush=True)
-
-
-def _runs(examples: Sequence[Example]) -> Iterator[tuple[Example, int]]:
-    """Each example with the number of times that it is repeated in a row."""
-    for _, same in groupby(examples, key=id):
-        first, *others = same
-        yield first, 1 + len(others)

@@ -118,36 +118,35 @@ def weights_file(weights: Weights, host: str) -> Iterator[Path]:
     near = is_local(host) and SHARED_MEMORY.is_dir()
     parent = SHARED_MEMORY if near else Path(tempfile.gettempdir())
     _remove_abandoned(parent)
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as directory:
-        descriptor = os.open(directory, os.O_RDONLY)
+    made = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
+    with made as directory, _locked(directory):
+        path = Path(directory) / "model.safetensors"
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            path = Path(directory) / "model.safetensors"
-            try:
-                save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, path)
-            except (OSError, SafetensorError) as error:
-                hint = "; a container has as much shared memory as it is given (docker's --shm-size)" if near else ""
-                raise UserError(f"{path}: cannot write the weights for the engine: {error}{hint}") from error
-            yield path
-        finally:
-            os.close(descriptor)
+            save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, path)
+        except (OSError, SafetensorError) as error:
+            hint = "; a container has as much shared memory as it is given (docker's --shm-size)" if near else ""
+            raise UserError(f"{path}: cannot write the weights for the engine: {error}{hint}") from error
+        yield path
+
+
+@contextmanager
+def _locked(directory: str | Path, options: int = 0) -> Iterator[None]:
+    """The lock of a directory, which ends with its holder."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | options)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove what killed trainers left, which may be as large as a model: the lock of a directory ends with its holder.
-
-    One that was made a moment ago may not be locked yet.
-    """
+    """Remove what killed trainers left, which may be as large as a model."""
     for directory in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):  # another user's, or gone, or on a file system without locks
-            if time.time() - directory.stat().st_mtime < 60:
-                continue
-            descriptor = os.open(directory, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory)
-            finally:
-                os.close(descriptor)
+            if time.time() - directory.stat().st_mtime >= 60:  # one made a moment ago may not be locked yet
+                with _locked(directory, fcntl.LOCK_NB):
+                    shutil.rmtree(directory)
 
 
 class VLLMTransfer:
@@ -188,7 +187,7 @@ class VLLMTransfer:
             return
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        with _held_port(_own_address(self.control.server.host)) as (address, port):
+        with _held_port(self.control.server.host) as (address, port):
             yield NCCLTrainerInitInfo(rank=0, world_size=1 + self.workers, master_address=address, master_port=port)
 
     def close(self) -> None:
@@ -205,22 +204,18 @@ def is_local(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _own_address(host: str) -> str:
-    """This machine's address as the server's host sees it."""
-    if is_local(host):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: it only chooses the interface
-        return str(probe.getsockname()[0])
-
-
 @contextmanager
-def _held_port(address: str) -> Iterator[tuple[str, int]]:
-    """This address with a free port, which nobody else is given while vLLM's sender comes to listen on it.
+def _held_port(host: str) -> Iterator[tuple[str, int]]:
+    """This machine's address as that host sees it, and a port that nobody else is given while vLLM's sender comes.
 
     The sender takes a number and no socket. It binds the port with SO_REUSEADDR, which Linux allows beside a socket
     that has the option too and does not listen; whoever asks for any port, or has not the option, does not get it.
     """
+    address = "127.0.0.1"
+    if not is_local(host):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only chooses the interface
+            address = probe.getsockname()[0]
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((address, 0))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -12,18 +12,21 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from fastrl.base.errors import UserError, one_line
+from fastrl.base.terminal import say
 from fastrl.models.lm_head import TOLERANCE
+from fastrl.models.patching import replaced
 from fastrl.models.recording import last_processor, record_sampling
 from fastrl.models.routing import record_routing
 from fastrl.training.batches.memory import fitting_completions
 from fastrl.training.batches.micro_batches import MicroBatches, Shape
 from fastrl.training.batches.rollout import rollout_logprobs
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.completions import assemble
 from fastrl.training.engines.protocol import Completion, Request, Sampling, Weights
-from fastrl.training.engines.sampler import say
-from fastrl.training.models.policy import Policy, exact_dtype, left_pad
+from fastrl.training.engines.weights import base_of
+from fastrl.training.models.decoder import exact_dtype, left_pad
+from fastrl.training.models.policy import Policy
 from fastrl.training.models.rotary import keeping_cache
 from fastrl.training.parallel.seeds import seed_of
 from fastrl.training.parallel.shard import unsharded
@@ -127,7 +130,10 @@ class TransformersEngine:
             **({} if greedy else options | {"min_p": sampling.min_p or None}),
         )
         model, finite = self.policy.model, _Finite(prompts.device)
-        with _neutral_generation_config(model), keeping_cache(model), self.policy.precision():
+        # The shipped top-k, top-p and penalties would fill what our settings leave unset: the tokens would come from
+        # another distribution than the one whose log-probabilities are trained.
+        neutral = replaced(base_of(self.policy), "generation_config", GenerationConfig())
+        with neutral, keeping_cache(model), self.policy.precision():
             sample: Any = model.generate  # a mixin's method, unknown to Module's type
             tokens: Tensor = sample(
                 input_ids=prompts,
@@ -252,20 +258,6 @@ class _Ends(StoppingCriteria):
             rows = rows[torch.tensor(found, dtype=torch.bool, device=rows.device)]
             self.stopped[rows], self.lengths[rows] = True, count
         return self.stopped | (self.lengths <= count)
-
-
-@contextmanager
-def _neutral_generation_config(model: Any) -> Iterator[None]:
-    """Keep a model's shipped top-k, top-p and penalties from filling what our settings leave unset.
-
-    Otherwise the tokens would come from another distribution than the one whose log-probabilities are trained.
-    """
-    shipped = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = shipped
 
 
 def completion_mask(completions: Tensor, eos_token_ids: Sequence[int]) -> Tensor:

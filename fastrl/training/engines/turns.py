@@ -17,17 +17,19 @@ import torch
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
+from fastrl.rewards.calls import show_sample
+from fastrl.rewards.foreign import foreign_code
+from fastrl.rewards.loading import load_reward
+from fastrl.rewards.pool import WorkerPool
+from fastrl.rewards.pooled import PooledFunction
+from fastrl.rewards.transcript import Transcript
 from fastrl.training.data.examples import Example
 from fastrl.training.data.prompts import chat_text, described_tools
-from fastrl.training.data.transcript import Transcript
 from fastrl.training.engines.completions import check_weights, wrong
 from fastrl.training.engines.protocol import Completion, Engine, Request, Sampling
 from fastrl.training.models.policy import Policy
 from fastrl.training.parallel.seeds import seed_of
 from fastrl.training.parallel.timing import timed
-from fastrl.training.rewards.foreign import foreign_code
-from fastrl.training.rewards.functions import load_reward, show_sample
-from fastrl.training.rewards.pool import PooledFunction, WorkerPool
 
 # Stands for what the policy wrote where the chat template renders an answer. Templates rewrite history (they drop the
 # reasoning of earlier turns, say), so only what they write after it is used.
@@ -160,16 +162,12 @@ class Tools:
                 answers = self.function.answers(examples, texts)
         return [self._checked(dialogue, answer) for dialogue, answer in zip(dialogues, answers, strict=True)]
 
-    def failures(self) -> dict[str, float]:
-        """The calls that failed since the last time, as metrics; none without workers."""
-        return {} if self.pool is None else self.pool.drain("tools")
-
     def _checked(self, dialogue: Dialogue, answer: Any) -> Answer | None:
         if answer is None:
             return None
         if isinstance(answer, str):
             return self._encoded(answer, dialogue), []
-        if not dialogue.is_chat or not _are_messages(answer):
+        if not dialogue.is_chat or not (isinstance(answer, list | tuple) and answer and all(map(_is_message, answer))):
             form = "a text, a list of messages (each with role and content)" if dialogue.is_chat else "a text"
             raise UserError(f"{self.source}: expected {form} or None, got {answer!r} for {dialogue.shown(self.policy)}")
         tokens, ends = self._encoded(self._rendered(dialogue, answer), dialogue), self.policy.eos_token_ids
@@ -213,10 +211,6 @@ class Tools:
             yield
         except Exception as error:  # templates raise what they like, tokenizers nothing narrower for a foreign text
             raise UserError(f"{self.source}: {what} to {dialogue.shown(self.policy)}: {error}") from error
-
-
-def _are_messages(answer: Any) -> bool:
-    return isinstance(answer, list | tuple) and bool(answer) and all(map(_is_message, answer))
 
 
 def _is_message(message: Any) -> bool:
@@ -284,7 +278,8 @@ class Turns:
         answered = [dialogue for dialogue in spoken if not dialogue.done]
         with timed("time/tools", self.numbers):
             answers = self.tools(answered) if answered else ()
-        for name, count in self.tools.failures().items():
+        failures = {} if self.tools.pool is None else self.tools.pool.drain("tools")
+        for name, count in failures.items():
             self.numbers[name] = self.numbers.get(name, 0.0) + count
         for dialogue, answer in zip(answered, answers, strict=True):
             if answer is None:

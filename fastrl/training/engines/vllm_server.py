@@ -14,7 +14,7 @@ import torch
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.engines.completions import Drawn, check_tokenizer, checked
 from fastrl.training.engines.http import HEALTH, KEY_HINT, Server
 from fastrl.training.engines.protocol import Completion, EngineFailed, EngineUnavailable, Request, Sampling, Weights
@@ -91,8 +91,8 @@ class VLLMServer:
         """Take the memory again."""
         self._post("/wake_up")
 
-    def _post(self, path: str) -> None:
-        self.server.post(path, timeout=self.settings.timeout)
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self.server.post(path, body, self.settings.timeout)
 
     def _version(self) -> Any:
         """The version of the server's weights: the last that it was given."""
@@ -121,7 +121,7 @@ class VLLMServer:
         return make_transfer(backend, Control(self.server, self.settings.timeout), dtype, workers)
 
     def _decode(self, ids: list[int]) -> Any:
-        return _field(self.server.post("/detokenize", {"tokens": ids}, timeout=self.settings.timeout), "prompt")
+        return _field(self._post("/detokenize", {"tokens": ids}), "prompt")
 
     def _check(self, options: Mapping[str, Any]) -> None:
         """Raise UserError for an option of the server without which the rollout would be another one."""

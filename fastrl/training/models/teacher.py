@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from fastrl.base.errors import UserError
 from fastrl.training.config.sections import ModelConfig, TeacherConfig
-from fastrl.training.models.loading import load_config, load_tokenizer, name_of
+from fastrl.training.models.loading import load_config, load_tokenizer
+from fastrl.training.models.names import name_of
 from fastrl.training.models.policy import Policy, check_token_ids, load_policy
 from fastrl.training.parallel.world import ALONE, World
 

@@ -10,8 +10,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fastrl.base.errors import UserError
+from fastrl.base.terminal import say
 
 #: Seconds that processes have to finish their step and save it, once they are told to stop.
 LAST_STEP = 24 * 3600
@@ -55,27 +56,27 @@ def launch(command_line: Sequence[str], processes: int) -> int:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
         for rank, status in statuses.items():
             if status < 0 and -status != signal.SIGTERM:  # with which those that are left are ended
-                print(f"fastrl: rank {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr)
+                say(f"rank {rank} was ended by {signal.Signals(-status).name}")
                 return 128 - status
             if 2 < status < 128:  # which no command has: other code ended the process
-                print(f"fastrl: rank {rank} ended with status {status}", file=sys.stderr)
+                say(f"rank {rank} ended with status {status}")
         return max((status for status in statuses.values() if status > 0), default=128 + signal.SIGTERM)
     return 0
 
 
-@contextmanager
-def one_voice() -> Iterator[None]:
-    """Let rank 0 alone print in the block, and where ranks raise, the first of them alone.
+def on_rank(work: Callable[[], int]) -> int:
+    """Do a command's work in one of the processes that torchrun started; returns its exit status, on rank 0.
 
-    For the others torchrun, which ends them once that one has ended, is waited for here.
+    On the others it is 0, so that torchrun waits for what rank 0 has to say. Rank 0 alone prints, and where ranks
+    raise, the first of them alone; for the others torchrun, which ends them once that one has ended, is waited for.
     """
     rank = int(os.environ["RANK"])
     try:
         if rank == 0:
-            yield
-        else:
-            with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-                yield
+            return work()
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            work()
+        return 0
     except BaseException as error:
         if not _first_to_fail():
             if not _lost(error):  # else the other has ended
@@ -105,13 +106,3 @@ def _first_to_fail() -> bool:
 def _lost(error: BaseException) -> bool:
     """Whether an error comes of another rank's end: gloo raises RuntimeError, NCCL an error of torch.distributed."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-def on_rank(work: Callable[[], int]) -> int:
-    """Do a command's work in one of the processes that torchrun started; returns its exit status, on rank 0.
-
-    On the others it is 0, so that torchrun waits for what rank 0 has to say.
-    """
-    with one_voice():
-        status = work()
-    return status if os.environ["RANK"] == "0" else 0

@@ -1,7 +1,5 @@
 """What a process computes with: its device, torch's threads, the versions of its packages."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager

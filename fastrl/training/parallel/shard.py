@@ -39,7 +39,12 @@ def shard(
             given = like.get(f"{prefix}.{name}" if prefix else name)
             made = spread(buffer, buffer, world).to(world.device) if given is None else given.clone()
             setattr(module, name, made)
-    _empty(model)
+    # Take the numbers from parameters; those that are one stay one.
+    emptied: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            empty = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            setattr(module, name, emptied.setdefault(parameter, empty))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # that views may not be written to, which no loss does
     assert world.mesh is not None
     mesh = world.mesh if world.mesh.size(0) > 1 else world.mesh["shard"]  # one copy has no others to add up with
@@ -48,15 +53,6 @@ def shard(
         policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
         fully_shard(module, mesh=mesh, mp_policy=policy)
     spread_state(model, state, world, like)
-
-
-def _empty(model: torch.nn.Module) -> None:
-    """Take the numbers from a model's parameters; those that are one stay one."""
-    emptied: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            empty = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            setattr(module, name, emptied.setdefault(parameter, empty))
 
 
 def spread(whole: Tensor | None, like: Tensor, world: World) -> Tensor:

@@ -66,8 +66,6 @@ class World:
 
     def together(self, compute: Callable[[], T]) -> list[T]:
         """What `compute` returns on each rank; every rank raises the UserError or OSError of the first that does."""
-        if self.size == 1:
-            return [compute()]
         outcomes: list[Any] = self.gathered(_outcome(compute))
         for _, error in outcomes:
             if error is not None:

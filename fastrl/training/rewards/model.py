@@ -14,46 +14,35 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
-from fastrl.training.config.sections import ModelConfig, RewardConfig
+from fastrl.training.config.sampling import RewardConfig
+from fastrl.training.config.sections import ModelConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.data.prompts import PromptFormat
+from fastrl.training.models.decoder import check_batches, decoder_states, in_call, left_pad, max_positions
 from fastrl.training.models.loading import load_config, load_tokenizer
-from fastrl.training.models.policy import (
-    check_batches,
-    check_token_ids,
-    decoder_states,
-    in_call,
-    left_pad,
-    load_model,
-    max_positions,
-)
+from fastrl.training.models.model import load_model
+from fastrl.training.models.policy import check_token_ids
 from fastrl.training.models.rotary import constant_length
 from fastrl.training.parallel.world import ALONE, World
-from fastrl.training.rewards.scoring import RewardFunctions, Rewards, Scorer
+from fastrl.training.rewards.scoring import RewardFunctions, Rewards
 
 # In a model's config.json: the mean of its scores over the reference set of the run that trained it.
 MEAN = "fastrl_score_mean"
 
 
 class RewardModel:
-    """Scores completions; a `Scorer`."""
+    """Scores completions; a scorer of `Rewards`."""
 
     name = "model"
+    batch_size = 64  # sequences that are scored at a time
 
-    def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, batch_size: int = 64, world: World = ALONE
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, world: World = ALONE) -> None:
         """`model` is a sequence classifier that passes `check_classifier`, in evaluation mode, on `world`."""
-        self.model, self.tokenizer, self.batch_size, self.world = model, tokenizer, batch_size, world
+        self.model, self.tokenizer, self.world = model, tokenizer, world
 
     @classmethod
     def load(
-        cls,
-        path: str,
-        device: torch.device,
-        trust_remote_code: bool = False,
-        batch_size: int = 64,
-        world: World = ALONE,
+        cls, path: str, device: torch.device, trust_remote_code: bool = False, world: World = ALONE
     ) -> "RewardModel":
         """Load the reward model in a directory (as `fastrl reward-model` writes it) or on the hub, in float32.
 
@@ -68,7 +57,7 @@ class RewardModel:
             raise UserError(f"{path}: expected a sequence classifier, got {', '.join(kinds) or 'an unknown model'}")
         model = load_model(config, device, AutoModelForSequenceClassification, world=world)
         check_classifier(model, tokenizer, path)
-        return cls(model.requires_grad_(False), tokenizer, batch_size, world)
+        return cls(model.requires_grad_(False), tokenizer, world)
 
     @property
     def mean(self) -> float:
@@ -117,12 +106,10 @@ def score_sequences(model: Any, sequences: Sequence[list[int]], dtype: torch.dty
     """
     input_ids, mask = left_pad(sequences, 0, model.device)  # any padding: it is not attended to
 
-    def scores() -> Tensor:
-        states = decoder_states(model.base_model, input_ids, mask)[:, -1]
-        found: Tensor = model.score(states)[:, 0].float()
-        return found
-
-    return in_call(model, dtype, scores)
+    scores: Tensor = in_call(
+        model, dtype, lambda: model.score(decoder_states(model.base_model, input_ids, mask)[:, -1])[:, 0].float()
+    )
+    return scores
 
 
 def longest_scored(model: Any) -> int | None:
@@ -157,7 +144,7 @@ def make_rewards(
     Raises UserError for a reward model that cannot be loaded, and if a function has its name.
     """
     weights = config.weights or [1.0] * len(functions.outcome)
-    scorers: list[tuple[Scorer, float]] = list(zip(functions.outcome, weights, strict=True))
+    scorers = list[tuple[Any, float]](zip(functions.outcome, weights, strict=True))
     if config.model is not None:
         if any(scorer.name == RewardModel.name for scorer, _ in scorers):
             raise UserError(f'reward.function: the name "{RewardModel.name}" is the reward model\'s')

@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from fastrl.base.errors import UserError
 from fastrl.planning.budget import parse_budget
+from fastrl.rewards.calls import RewardFunction
+from fastrl.rewards.loading import forget_files, load_reward
 from fastrl.rewards.names import BUILT_IN, name_of
-from fastrl.training.config.sections import RewardConfig
+from fastrl.rewards.pool import FAILURES, WorkerPool
+from fastrl.rewards.pooled import PooledFunction
+from fastrl.training.config.sampling import RewardConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.parallel.world import ALONE, World
-from fastrl.training.rewards.functions import RewardFunction, forget_files, load_reward
-from fastrl.training.rewards.pool import FAILURES, PooledFunction, WorkerPool
 
 # How many rows of a dataset are looked at before the first step.
 CHECKED = 100
@@ -21,22 +23,14 @@ CHECKED = 100
 _NEEDS_WORKERS = "fastrl.rewards.math"
 
 
-class Scorer(Protocol):
-    """Gives each completion a reward: a function, or a reward model."""
-
-    @property
-    def name(self) -> str:
-        """The name of its rewards in the metrics."""
-
-    def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
-        """One finite float or None per completion."""
-
-
 @dataclass(frozen=True)
 class Rewards:
-    """The weighted sum of several scorers."""
+    """The weighted sum of several scorers: functions and a reward model, each with its weight.
 
-    scorers: Sequence[tuple[Scorer, float]]
+    A scorer has a name, and gives each completion one finite float or None.
+    """
+
+    scorers: Sequence[tuple[Any, float]]
 
     def __call__(self, examples: list[Example], completions: list[str]) -> list[float | None]:
         """The sum over the rewards that are not None; None if all are None."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.training.config.train import EntropyConfig, KLConfig
+from fastrl.training.config.algorithm import EntropyConfig, KLConfig
 
 
 class AdaptiveKL:

@@ -9,7 +9,9 @@ from fastrl.models.lm_head import text_decoder_of
 from fastrl.models.patching import is_sharded
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import Rollout, by_micro_batch, hidden_states, replaying, unpacked
-from fastrl.training.models.policy import Policy, empty_copy, layers_of, tensors_of
+from fastrl.training.models.decoder import layers_of
+from fastrl.training.models.model import empty_copy, tensors_of
+from fastrl.training.models.policy import Policy
 from fastrl.training.parallel.shard import reshard, shard
 from fastrl.training.parallel.world import ALONE, World
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastrl.rewards.foreign import random_numbers
 from fastrl.training.batches.distillation import check_sampled
 from fastrl.training.batches.rollout import Rollout, completion_texts, hidden_states, rollout_logprobs
-from fastrl.training.rewards.foreign import random_numbers
 from fastrl.training.rl.metrics import average
 from fastrl.training.rl.run import Run
 
@@ -23,9 +23,9 @@ def evaluate(run: Run) -> dict[str, float]:
     the same each time.
     """
     with random_numbers(run.config.training.seed):  # how often a run is evaluated must not change what it learns
-        examples = run.held_out
-        rollout = run.rollouts.evaluate(examples, greedy=True)
-        completions = completion_texts(run.policy, rollout, run.world)
+        examples = run.data.held_out
+        rollout = run.data.rollouts.evaluate(examples, greedy=True)
+        completions = completion_texts(run.models.policy, rollout, run.world)
         numbers = {} if run.config.distillation is None else _from_teacher(run, rollout)
         if run.rewards.scorers:
             numbers["eval/reward"] = average(run.rewards(examples, completions))
@@ -35,7 +35,7 @@ def evaluate(run: Run) -> dict[str, float]:
         if not count:
             return numbers
         repeated = [example for example in examples for _ in range(count)]
-        texts = completion_texts(run.policy, run.rollouts.evaluate(repeated), run.world)
+        texts = completion_texts(run.models.policy, run.data.rollouts.evaluate(repeated), run.world)
         for function in run.functions.metrics:
             solved = [value is not None and value >= 1 for value in function(repeated, texts)]
             prompts = range(0, len(texts), count)
@@ -50,8 +50,8 @@ def evaluate(run: Run) -> dict[str, float]:
 @torch.no_grad()
 def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
     """The divergence from the teacher and the teacher's log-probability, means over a rollout's tokens."""
-    training, sampling, distillation = run.config.training, run.config.rollout, run.distillation
-    check_sampled(rollout, distillation.teacher if distillation else run.teacher, run.policy)
+    training, sampling, distillation = run.config.training, run.config.rollout, run.loss.distillation
+    check_sampled(rollout, distillation.teacher if distillation else run.teacher, run.models.policy)
     count = int(rollout.mask.sum())
     if distillation is None:
         assert run.teacher is not None  # a run with a teacher has one of them
@@ -59,11 +59,11 @@ def _from_teacher(run: Run, rollout: Rollout) -> dict[str, float]:
         return {"eval/teacher_logprob": rollout_logprobs(run.teacher, rollout, *options).sum().item() / count}
 
     def summed() -> Tensor:
-        sums = torch.zeros(2, device=run.policy.device, dtype=torch.float64)
+        sums = torch.zeros(2, device=run.models.policy.device, dtype=torch.float64)
         for rows, weight in run.world.deal(run.micro_batches.cut(rollout.shapes())):
-            batch = rollout.select(torch.tensor(rows)).to(run.policy.device)
-            states, taught = hidden_states(run.policy, batch, training.packing), distillation.states(batch)
-            _, divergence = distillation.loss(run.policy, states, taught, batch, int(batch.mask.sum()), 1)
+            batch = rollout.select(torch.tensor(rows)).to(run.models.policy.device)
+            states, taught = hidden_states(run.models.policy, batch, training.packing), distillation.states(batch)
+            _, divergence = distillation.loss(run.models.policy, states, taught, batch, int(batch.mask.sum()), 1)
             sums += weight * torch.stack([divergence, distillation.logprobs(taught, batch)])
         return run.world.total(sums.cpu())
 

@@ -1,37 +1,22 @@
 """A step's experience: completions with rewards, log-probabilities and advantages, ready for the updates."""
 
-import bisect
 import json
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastrl import (
-    decoupled_group_advantages,
-    gae,
-    group_advantages,
-    kl_penalized_rewards,
-    length_adaptive_lambda,
-    maxrl_advantages,
-    opo_advantages,
-    optimal_token_baseline_advantages,
-    overlong_penalty,
-    pass_at_k_advantages,
-    process_advantages,
-    rloo_advantages,
-)
-from fastrl.base.errors import UserError
+from fastrl import overlong_penalty
+from fastrl.rewards.calls import Steps
 from fastrl.training.batches.distillation import check_sampled
 from fastrl.training.batches.rollout import Rollout, completion_texts, join, rollout_logprobs, rollout_statistics
 from fastrl.training.data.digest import json_value
 from fastrl.training.data.examples import Example
-from fastrl.training.models.policy import Policy
-from fastrl.training.rewards.functions import Steps
-from fastrl.training.rl.metrics import describe
+from fastrl.training.rl.advantages import add_advantages, add_distillation
+from fastrl.training.rl.metrics import average, reward_metrics, shape_metrics
 from fastrl.training.rl.run import Run
 
 LOGGED = 2000  # characters of a row's column in a sample
@@ -43,28 +28,26 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
     If it learns from rewards, completions whose reward is None are left out, and with dynamic sampling also groups of
     equal rewards. Adds the step's metrics to `numbers`.
     """
-    rollout, steps, samples = _sample(run, numbers)
-    check_sampled(rollout, run.distillation.teacher if run.distillation else run.teacher, run.policy)
+    rollout, rows, samples = _sample(run, numbers)
+    check_sampled(rollout, run.models.teacher, run.models.policy)
     options = run.config.rollout.temperature, run.micro_batches, run.config.training.memory_budget
     with run.world.working("time/logprobs", numbers):
         extras = ("log_sum_sq_probs",) if run.config.needs_gradient_norms else ()
         old, squares = None, None
         if run.config.needs_old_logprobs or extras:
-            old, *more = rollout_statistics(run.policy, rollout, *options, extras)
+            old, *more = rollout_statistics(run.models.policy, rollout, *options, extras)
             squares = more[0] if more else None
-        ref, taught = (
-            rollout_logprobs(model, part, *options) if model else None
-            for model, part in (
-                (run.reference, rollout),
-                (run.teacher, replace(rollout, routing=None)),  # the experts are the policy's
-            )
-        )
-        values = run.critic.rollout_values(run.policy, rollout, run.micro_batches) if run.critic else None
+        reference, teacher, critic = run.models.reference, run.teacher, run.models.critic
+        ref = rollout_logprobs(reference, rollout, *options) if reference else None
+        # The experts are the policy's.
+        taught = rollout_logprobs(teacher, replace(rollout, routing=None), *options) if teacher else None
+        values = critic.rollout_values(run.models.policy, rollout, run.micro_batches) if critic else None
     rollout = replace(rollout, old_logprobs=old, log_sum_sq_probs=squares, ref_logprobs=ref, old_values=values)
     if old is not None and ref is not None:
         numbers["kl_reference"] = (old - ref).sum().item() / max(int(rollout.mask.sum()), 1)
     if run.config.rewarded:
-        rollout = replace(add_advantages(run, rollout, steps), log_sum_sq_probs=None)  # which nothing else reads
+        rollout = add_advantages(run, rollout, [row.steps for row in rows])
+        rollout = replace(rollout, log_sum_sq_probs=None)  # which nothing else reads
     if old is not None and taught is not None:
         count = max(int(rollout.mask.sum()), 1)
         numbers["divergence"] = (old - taught).sum().item() / count
@@ -74,247 +57,153 @@ def collect(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[dict[str
     return (replace(rollout, old_logprobs=None) if run.config.on_policy else rollout), samples
 
 
-def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Steps], list[dict[str, object]]]:
-    """Sample completions with their rewards until the batch is full or the refills are used up."""
-    settings, rewards, steps_reward = run.config.rollout, run.config.reward, run.functions.steps
+@dataclass(frozen=True)
+class Scored:
+    """A completion, and what it is worth."""
+
+    text: str
+    group: int  # of the prompt, in the step
+    earned: float | None  # the weighted sum of its rewards
+    parts: dict[str, float | None]  # these, by the name of what gives them
+    price: float  # what its length adds: 0 or less
+    steps: Steps
+
+    @property
+    def reward(self) -> float | None:
+        """What it is trained on."""
+        return None if self.earned is None else self.earned + self.price
+
+
+def _sample(run: Run, numbers: dict[str, float]) -> tuple[Rollout, list[Scored], list[dict[str, object]]]:
+    """Sample completions with their rewards until the batch is full or the refills are used up.
+
+    Returns those that are learned from, and some of all for the log.
+    """
+    settings = run.config.rollout
     rollouts: list[Rollout] = []
-    earned: list[float | None] = []
-    values: list[float | None] = []  # what was earned, less the price of length
-    groups: list[int] = []
-    steps: list[Steps] = []
+    rows: list[Scored] = []
     samples: list[dict[str, object]] = []
-    by_scorer: dict[str, list[float | None]] = {}
     kept: list[int] = []
-    compared: Sequence[Hashable] = []
-    decoupled = run.config.advantages.estimator == "decoupled" and run.config.rewarded
     numbers["time/generate"] = numbers["time/reward"] = 0.0
     for _ in range(1 + settings.max_refills if settings.dynamic_sampling else 1):
-        missing = settings.prompts_per_step - len({groups[row] for row in kept})
+        missing = settings.prompts_per_step - len({rows[row].group for row in kept})
         if not missing:
             break
-        first_group = groups[-1] + 1 if groups else 0
-        examples, rollout = run.rollouts.next(missing, numbers)
+        examples, rollout = run.data.rollouts.next(missing, numbers)
         rollouts.append(rollout)
         if not settings.dynamic_sampling:  # which may need the engine again
-            run.rollouts.begin(run.step, numbers)
-        texts = completion_texts(run.policy, rollout, run.world)
-        with run.world.working("time/reward", numbers):
-            new_earned, parts = run.rewards.parts(examples, texts)
-            new_steps = steps_reward.steps(examples, texts) if steps_reward else [[] for _ in texts]
-        prices = _prices(rollout, settings.max_new_tokens, rewards.overlong_cache)
-        new_rewards = [None if x is None else x + price for x, price in zip(new_earned, prices, strict=True)]
-        steps += new_steps
-        earned += new_earned
-        groups += [first_group + row // settings.num_generations for row in range(len(texts))]
-        values += new_rewards
-        for name, scores in parts.items():
-            by_scorer.setdefault(name, []).extend(scores)
-        fields: dict[str, Sequence[object]] = {"completion": texts, "reward": new_rewards, **_origins(run, rollout)}
-        if rewards.overlong_cache is not None:
-            fields["length_price"] = prices
-        if steps_reward is not None:
-            fields["steps"] = new_steps
-        samples += _samples(examples[: max(run.config.logging.samples - len(samples), 0)], fields, parts)
-        compared = _compared_rewards(settings.dynamic_sampling_reward, decoupled, earned, by_scorer)
-        kept = list(range(len(values)))
-        if run.config.rewarded:
-            kept = _kept(values, compared, groups, settings.dynamic_sampling)
+            run.data.rollouts.begin(run.step, numbers)
+        new = _scored(run, examples, rollout, rows[-1].group + 1 if rows else 0, numbers)
+        rows += new
+        samples += _samples(run, examples[: max(run.config.logging.samples - len(samples), 0)], new, rollout)
+        kept = _kept(run, rows)
     numbers |= run.functions.failures("reward")
     if settings.dynamic_sampling:
-        numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(values)}
-        run.rollouts.begin(run.step, numbers)
+        numbers |= {"refills": len(rollouts) - 1, "kept": len(kept) / len(rows)}
+        run.data.rollouts.begin(run.step, numbers)
     rollout = join(rollouts)
-    if rollout.weights_step is not None and settings.engine != "transformers":
+    if rollout.weights_step is not None and not run.data.rollouts.completions.has_policy:
         numbers["off_policy_steps"] = run.step - 1 - rollout.weights_step.double().mean().item()
     ended = rollout.ended
     assert ended is not None  # an engine says it
-    described = values if run.rewards.scorers else None
-    differing = [[reward for _, reward in pairs] for pairs in steps] if steps_reward else [[x] for x in compared]
-    numbers |= describe(rollout, ended, described, by_scorer, groups, differing)
+    numbers |= shape_metrics(rollout, ended)
+    if run.rewards.scorers:
+        told_apart: list[list[Hashable]] = [
+            [value for _, value in row.steps] if run.functions.steps else [_compared(run, row)] for row in rows
+        ]
+        numbers |= reward_metrics([row.reward for row in rows], [row.group for row in rows], told_apart)
+        names = rows[0].parts if len(rows[0].parts) > 1 else {}
+        numbers |= {f"reward/{name}": average([row.parts[name] for row in rows]) for name in names}
+    decoupled = run.config.advantages.estimator == "decoupled" and run.config.rewarded
     rollout = replace(
         rollout,
-        counted=ended if rewards.overlong_filter else None,
-        rewards=_rewards(values),
-        parts=torch.stack([*map(_rewards, by_scorer.values())], 1) if decoupled else None,
-        groups=torch.tensor(groups),
+        counted=ended if run.config.reward.overlong_filter else None,
+        rewards=_tensor([row.reward for row in rows]),
+        parts=_tensor([[*row.parts.values()] for row in rows]) if decoupled else None,
+        groups=torch.tensor([row.group for row in rows]),
     )
-    return rollout.select(torch.tensor(kept, dtype=torch.long)), [steps[row] for row in kept], samples
+    return rollout.select(torch.tensor(kept, dtype=torch.long)), [rows[row] for row in kept], samples
 
 
-def _origins(run: Run, rollout: Rollout) -> dict[str, list[int]]:
-    """Each completion's number in the run, and the step whose weights drew it; nothing of the policy's own."""
-    serial, step = rollout.serial, rollout.weights_step
-    if serial is None or step is None or run.config.rollout.engine == "transformers":
-        return {}
-    return {"serial": serial.tolist(), "weights_step": step.tolist()}
+def _scored(
+    run: Run, examples: list[Example], rollout: Rollout, first_group: int, numbers: dict[str, float]
+) -> list[Scored]:
+    """The completions of examples, which are repeated for each of a prompt's, with their rewards."""
+    texts = completion_texts(run.models.policy, rollout, run.world)
+    with run.world.working("time/reward", numbers):
+        earned, by_scorer = run.rewards.parts(examples, texts)
+        steps = run.functions.steps.steps(examples, texts) if run.functions.steps else [[] for _ in texts]
+    settings, cache, prices = run.config.rollout, run.config.reward.overlong_cache, [0.0] * len(texts)
+    if cache is not None:  # tools' tokens count too
+        lengths = rollout.completion_mask.sum(1)
+        prices = overlong_penalty(lengths, max_length=settings.max_new_tokens, cache=cache).tolist()
+    return [
+        Scored(
+            text,
+            first_group + row // settings.num_generations,
+            earned[row],
+            {name: values[row] for name, values in by_scorer.items()},
+            prices[row],
+            steps[row],
+        )
+        for row, text in enumerate(texts)
+    ]
+
+
+def _kept(run: Run, rows: list[Scored]) -> list[int]:
+    """The indices of completions that are learned from: with a reward, and with dynamic sampling of groups in which
+    what tells completions apart differs."""
+    if not run.config.rewarded:
+        return list(range(len(rows)))
+    distinct: dict[int, set[Hashable]] = {}
+    for row in rows:
+        distinct.setdefault(row.group, set()).update(() if row.reward is None else (_compared(run, row),))
+    required = 2 if run.config.rollout.dynamic_sampling else 1
+    return [i for i, row in enumerate(rows) if row.reward is not None and len(distinct[row.group]) >= required]
+
+
+def _compared(run: Run, row: Scored) -> Hashable:
+    """What tells the completions of a group apart: the chosen reward, each one where advantages are decoupled, or what
+    was earned in all. In float32, as advantages are formed: there 0.1 + 0.2 and 0.3 are equal."""
+    chosen = run.config.rollout.dynamic_sampling_reward
+    if chosen is not None:
+        values = [row.parts[chosen]]
+    elif run.config.advantages.estimator == "decoupled" and run.config.rewarded:
+        values = [*row.parts.values()]
+    else:
+        values = [row.earned]
+    return tuple(None if value is None else _tensor(value).item() for value in values)
+
+
+def _tensor(values: Any) -> Tensor:
+    """A number, or lists of numbers, as float32, NaN for None."""
+    if isinstance(values, list):
+        return torch.stack([_tensor(value) for value in values])
+    return torch.tensor(math.nan if values is None else values)
 
 
 def _samples(
-    examples: Sequence[Example], fields: dict[str, Sequence[object]], parts: dict[str, list[float | None]]
+    run: Run, examples: Sequence[Example], rows: Sequence[Scored], rollout: Rollout
 ) -> list[dict[str, object]]:
-    """The samples of these examples for the log: a row with what was asked, `fields`, and the parts of the reward."""
-    prompts, columns = [example.prompt for example in examples], [_shortened(example.columns) for example in examples]
-    fields = {"prompt": prompts, "columns": columns, **fields}
-    if parts:
-        fields["rewards"] = [dict(zip(parts, scores, strict=True)) for scores in zip(*parts.values(), strict=True)]
-    return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=False)]
+    """The samples of these examples for the log: what was asked and answered, and how the reward came about."""
+    samples: list[dict[str, object]] = []
+    drawn_by_engine = not run.data.rollouts.completions.has_policy
+    for index, (example, row) in enumerate(zip(examples, rows, strict=False)):
+        sample: dict[str, object] = {"prompt": example.prompt, "columns": _shortened(example.columns)}
+        sample |= {"completion": row.text, "reward": row.reward}
+        if rollout.serial is not None and rollout.weights_step is not None and drawn_by_engine:
+            sample |= {"serial": int(rollout.serial[index]), "weights_step": int(rollout.weights_step[index])}
+        if run.config.reward.overlong_cache is not None:
+            sample["length_price"] = row.price
+        if run.functions.steps is not None:
+            sample["steps"] = row.steps
+        if row.parts:
+            sample["rewards"] = row.parts
+        samples.append(sample)
+    return samples
 
 
 def _shortened(columns: dict[str, Any]) -> dict[str, Any]:
     """A row's columns for the log, in which a long one, such as a program's tests, is cut."""
     texts = {name: x if isinstance(x, str) else json.dumps(x, default=json_value) for name, x in columns.items()}
     return {name: x if len(texts[name]) <= LOGGED else texts[name][:LOGGED] + " ..." for name, x in columns.items()}
-
-
-def _prices(rollout: Rollout, limit: int, cache: int | None) -> list[float]:
-    """What each completion's length, tools' tokens included, adds to its reward: 0 or less; `limit` is the longest."""
-    lengths = rollout.completion_mask.sum(1)
-    if cache is None:
-        return [0.0] * len(lengths)
-    return overlong_penalty(lengths, max_length=limit, cache=cache).tolist()
-
-
-def _compared_rewards(
-    chosen: str | None, decoupled: bool, earned: list[float | None], by_scorer: dict[str, list[float | None]]
-) -> Sequence[Hashable]:
-    """What tells the completions of a group apart: the chosen reward, each one where advantages are decoupled, or what
-    was earned in all. In float32, as advantages are formed: there 0.1 + 0.2 and 0.3 are equal."""
-    if chosen is not None:
-        columns = [by_scorer[chosen]]
-    elif decoupled:
-        columns = list(by_scorer.values())
-    else:
-        columns = [earned]
-    rounded = [_rewards(column).tolist() for column in columns]
-    return [
-        tuple(None if math.isnan(x) else x for x in row)  # NaN is not even itself
-        for row in zip(*rounded, strict=True)
-    ]
-
-
-def _rewards(values: Sequence[float | None]) -> Tensor:
-    """(B,) float32, NaN for None."""
-    return torch.tensor([math.nan if v is None else v for v in values])
-
-
-def _kept(values: list[float | None], compared: Sequence[Hashable], groups: list[int], varied: bool) -> list[int]:
-    """The rows with a reward; with `varied` only those in groups in which what is compared differs."""
-    distinct: dict[int, set[Hashable]] = {}
-    for value, shown, group in zip(values, compared, groups, strict=True):
-        distinct.setdefault(group, set()).update(() if value is None else (shown,))
-    required = 2 if varied else 1
-    return [row for row, value in enumerate(values) if value is not None and len(distinct[groups[row]]) >= required]
-
-
-def add_advantages(run: Run, rollout: Rollout, steps: list[Steps]) -> Rollout:
-    """The rollout with the advantages of the config's estimator, and with the returns, a critic's targets."""
-    settings, mask = run.config.advantages, rollout.mask
-    rewards, groups = rollout.rewards, rollout.groups
-    assert rewards is not None and groups is not None  # set by _sample
-    estimator = settings.estimator
-    if estimator == "process":
-        ends, values = _step_tensors(run.policy, rollout, steps)
-        lengths = rollout.completion_mask.sum(1)
-        advantages = process_advantages(values, ends, groups, lengths, scale=settings.scale, ddof=settings.ddof)
-        return replace(
-            rollout, token_advantages=torch.nn.functional.pad(advantages, (0, mask.shape[1] - advantages.shape[1]))
-        )
-    if settings.grouped and not settings.per_token:
-        # A response that does not count has no token to carry its score, but its group's baseline still includes it.
-        scores = _token_rewards(run, rollout).sum(1).where(mask.any(1), rewards) if run.kl_in_reward else rewards
-        return replace(rollout, response_advantages=_compared(run, rollout, scores, groups))
-    token_rewards = _token_rewards(run, rollout)
-    if estimator == "optimal_token_baseline":
-        old, squares = rollout.old_logprobs, rollout.log_sum_sq_probs
-        assert old is not None and squares is not None  # set by collect
-        advantages = optimal_token_baseline_advantages(token_rewards, old, squares, mask, groups)
-        return replace(rollout, token_advantages=advantages)
-    values = torch.zeros_like(token_rewards) if rollout.old_values is None else rollout.old_values
-    lam: float | Tensor = settings.lam if estimator == "gae" else 1.0
-    if settings.lam_alpha is not None:
-        lam = length_adaptive_lambda(mask.sum(1), alpha=settings.lam_alpha)
-    advantages, returns = gae(token_rewards, values, mask, gamma=settings.gamma, lam=lam)
-    if settings.lam_critic is not None:
-        _, returns = gae(token_rewards, values, mask, gamma=settings.gamma, lam=settings.lam_critic)
-    if settings.whiten or estimator == "batch":
-        advantages = whitened(advantages, mask)
-    return replace(rollout, token_advantages=advantages, returns=returns)
-
-
-def _compared(run: Run, rollout: Rollout, scores: Tensor, groups: Tensor) -> Tensor:
-    """Each response's advantage (B,) from the scores (B,) of its group."""
-    settings = run.config.advantages
-    match settings.estimator:
-        case "rloo":
-            return rloo_advantages(scores, groups)
-        case "maxrl":
-            if bool((scores < 0).any()):
-                raise UserError(
-                    'advantages.estimator = "maxrl" divides by the mean reward, so rewards must be >= 0; one is '
-                    f"{float(scores.nan_to_num(0).min()):.6g}"
-                )
-            return maxrl_advantages(scores, groups)
-        case "opo":
-            return opo_advantages(scores, groups, rollout.drawn_mask.sum(1))
-        case "pass_at_k":
-            return pass_at_k_advantages(scores, groups, k=settings.k)
-        case "decoupled":
-            assert rollout.parts is not None  # set by _sample
-            weights = [weight for _, weight in run.rewards.scorers]
-            return decoupled_group_advantages(
-                rollout.parts, groups, weights=weights, scale=settings.scale, ddof=settings.ddof
-            )
-    return group_advantages(scores, groups, scale=settings.scale, ddof=settings.ddof)
-
-
-def add_distillation(run: Run, rollout: Rollout, old: Tensor, taught: Tensor) -> Rollout:
-    """The rollout with the advantage `coef (log p_teacher - log p_old)` at each token, beside those of rewards.
-
-    Its mean is the gradient of the reverse KL of the next token, estimated at the one that was sampled. Both
-    log-probabilities are (B, T).
-    """
-    assert run.config.distillation is not None  # the caller's check
-    settings = run.config.distillation
-    advantages = settings.coef * (taught - old)
-    if rollout.response_advantages is not None:
-        advantages = advantages + settings.policy_coef * rollout.response_advantages[:, None]
-    elif rollout.token_advantages is not None:
-        advantages = advantages + settings.policy_coef * rollout.token_advantages
-    return replace(rollout, response_advantages=None, token_advantages=advantages)
-
-
-def _token_rewards(run: Run, rollout: Rollout) -> Tensor:
-    """Each response's reward at its last token, less the KL penalty at each token if it is in the reward: (B, T)."""
-    rewards, mask, old, ref = rollout.rewards, rollout.mask, rollout.old_logprobs, rollout.ref_logprobs
-    assert rewards is not None  # set by _sample
-    if run.kl_in_reward and run.kl and old is not None and ref is not None:
-        return kl_penalized_rewards(rewards, old, ref, mask, beta=run.kl.coef.cpu(), kind=run.kl.config.kind)
-    zeros = torch.zeros(mask.shape)
-    return kl_penalized_rewards(rewards, zeros, zeros, mask, beta=0.0)
-
-
-def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """The values shifted and scaled to mean 0 and standard deviation 1 over the unmasked entries; 0 where masked."""
-    counted = values[mask].double()
-    if counted.numel() == 0:
-        return values
-    mean, deviation = counted.mean(), counted.std(correction=0)
-    return ((values - mean) / (deviation + 1e-8)).where(mask, 0).float()
-
-
-def _step_tensors(policy: Policy, rollout: Rollout, steps: list[Steps]) -> tuple[Tensor, Tensor]:
-    """Steps as (B, S) tensors: the index of each step's last token (-1 if there is none), and its reward."""
-    most = max([1, *map(len, steps)])
-    ends = torch.full((len(steps), most), -1)
-    values = torch.full((len(steps), most), math.nan)
-    rows = [tokens[mask].tolist() for tokens, mask in zip(rollout.targets, rollout.completion_mask, strict=True)]
-    for row, (tokens, pairs) in enumerate(zip(rows, steps, strict=True)):
-
-        def characters(count: int, tokens: list[int] = tokens) -> int:
-            # A character whose last byte is still missing is decoded as U+FFFD.
-            return len(policy.text(tokens[:count]).rstrip("\ufffd"))
-
-        for step, (end, reward) in enumerate(pairs):
-            ends[row, step] = bisect.bisect_left(range(1, len(tokens)), end, key=characters)
-            values[row, step] = reward
-    return ends, values

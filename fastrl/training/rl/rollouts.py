@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastrl.training.batches.rollout import Rollout
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example, PromptSampler
 from fastrl.training.data.streaming import StreamSampler
 from fastrl.training.engines.completions import Draw

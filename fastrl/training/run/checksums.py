@@ -1,4 +1,4 @@
-"""Checksums of a directory's files, in its `SHA256SUMS` (which `sha256sum --check` also reads), and of a dataset.
+"""Checksums of a directory's files, in its `SHA256SUMS`, which `sha256sum --check` also reads.
 
 The first line of `SHA256SUMS`, a comment to that program, is the checksum of the other lines.
 """
@@ -25,14 +25,12 @@ def damage(directory: Path, *names: str) -> str | None:
     Files added later are not checked.
     """
     try:
-        header, text = (directory / CHECKSUMS).read_bytes().split(b"\n", 1)
+        header, newline, text = (directory / CHECKSUMS).read_bytes().partition(b"\n")
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
     except OSError as error:
         return f"{CHECKSUMS} cannot be read ({error.strerror})"
-    except ValueError:
-        header = text = b""
-    if header + b"\n" != _header(text):
+    if header + newline != _header(text):
         return f"{CHECKSUMS} is not as it was written"
     listed = (line.split("  ", 1) for line in text.decode().splitlines())
     expected = {name: checksum for checksum, name in listed if not names or name in names}

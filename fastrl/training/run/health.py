@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from fastrl.training.rewards.pool import FAILURES
+from fastrl.rewards.pool import FAILURES
 from fastrl.training.run.optimizer import calmer
 
 #: The mean difference of log-probabilities, in nats, above which it is no rounding that the sampler's differ by.
 MISMATCH = 0.1
 PATIENCE = 5  # steps in a row without anything to learn from before a warning; the first few steps may be such
+AT_ONCE = ("none", "mismatch", "skipped")  # causes that no step has by chance
 
 
 class Watch:
@@ -33,9 +34,8 @@ class Watch:
         self.rows = Counter({cause: self.rows[cause] + 1 for cause in causes})
         warnings = []
         for cause, text in causes.items():
-            # The first steps may have equal rewards by chance.
-            by_chance = cause not in ("none", "mismatch", "skipped")
-            if cause not in self.warned and self.rows[cause] >= (self.patience if by_chance else 1):
+            needed = 1 if cause in AT_ONCE else self.patience
+            if cause not in self.warned and self.rows[cause] >= needed:
                 self.warned.add(cause)
                 warnings.append(text)
         return warnings
@@ -50,39 +50,34 @@ class Watch:
             )
         last = "in the last step" if self.patience == 1 else f"in the last {self.patience} steps"
         cut = ", and all were cut off at rollout.max_new_tokens" if numbers.get("truncated") == 1 else ""
-        if self.estimator is not None:
-            if numbers.get("without_reward") == 1:
-                yield (
-                    "none",
-                    "every reward is None: the reward function gives no completion a number, so nothing is learned",
-                )
-                return
-            same = numbers.get("reward") == self.reward or math.isnan(self.reward)
-            if self.estimator != "process" and numbers.get("reward_std") == 0 and same:
-                yield (
-                    "constant",
-                    f"{last} every completion got the reward {numbers['reward']:.6g}{cut}{self._failed(numbers)}, so "
-                    "no advantage tells them apart; does the reward function read them, and are the prompts neither "
-                    "too hard nor too easy?",
-                )
-                return
-            if self.grouped and numbers.get("without_variance") == 1:
-                yield (
-                    "groups",
-                    f"{last} all completions of a prompt got the same reward{cut}, so every advantage in its group is "
-                    "0; does the reward depend on the prompt alone, or are a prompt's completions all the same?",
-                )
-                return
-        if numbers.get("skipped_updates"):
+        same = numbers.get("reward") == self.reward or math.isnan(self.reward)
+        without_update = 0.0 if "skipped_updates" in numbers else math.nan
+        if self.estimator is not None and numbers.get("without_reward") == 1:
+            yield (
+                "none",
+                "every reward is None: the reward function gives no completion a number, so nothing is learned",
+            )
+        elif self.estimator not in (None, "process") and numbers.get("reward_std") == 0 and same:
+            yield (
+                "constant",
+                f"{last} every completion got the reward {numbers['reward']:.6g}{cut}{self._failed(numbers)}, so no "
+                "advantage tells them apart; does the reward function read them, and are the prompts neither too hard "
+                "nor too easy?",
+            )
+        elif self.grouped and numbers.get("without_variance") == 1:
+            yield (
+                "groups",
+                f"{last} all completions of a prompt got the same reward{cut}, so every advantage in its group is 0; "
+                "does the reward depend on the prompt alone, or are a prompt's completions all the same?",
+            )
+        elif numbers.get("skipped_updates"):
             if "grad_norm" not in numbers:
                 yield (
                     "skipped",
                     "no update was made, because no loss and gradient was finite; if that goes on, the policy has "
                     f"diverged: {calmer(self.config.optimizer)}",
                 )
-            return
-        without_update = 0.0 if "skipped_updates" in numbers else math.nan
-        if numbers.get("grad_norm", without_update) == 0:
+        elif numbers.get("grad_norm", without_update) == 0:
             yield "gradient", f"the gradient was exactly 0 {last}: {self._reason(numbers)}"
 
     @staticmethod

@@ -1,11 +1,10 @@
-"""SIGTERM, SIGHUP and Ctrl-C, recorded so that a loop can stop in time, and what a command prints and returns then."""
+"""SIGTERM, SIGHUP and Ctrl-C, recorded so that a loop can stop in time."""
 
 import os
 import signal
 import threading
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 #: The signals that ask a run to end.
 STOPPING = ("SIGTERM", "SIGHUP", "SIGINT")
@@ -73,11 +72,3 @@ def _leave_closed_terminal() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)
             os.close(nowhere)
-
-
-def exit_status(signal_name: str | None, checkpoint: Path) -> int:
-    """A shell's status for the signal that ended a run early, or 0. Prints the signal and where the run was saved."""
-    if signal_name is None:
-        return 0
-    print(f"interrupted by {signal_name}, saved in {checkpoint}; the same command with --resume goes on from there")
-    return 128 + signal.Signals[signal_name]

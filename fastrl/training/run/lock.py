@@ -7,7 +7,6 @@ however that ends, and forked children do not hold it. So a file left behind by 
 import errno
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from fastrl.base.errors import UserError
+from fastrl.base.terminal import say
 
 # The errors of flock on file systems without locks: some network and user-space ones.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -72,10 +72,6 @@ def _acquire(held: FileLock, target: Path, lock: Path, field: str) -> None:
                 raise UserError(f"{target}: cannot create {field}: {error}") from error
             if error.errno not in NO_LOCKS:
                 raise UserError(f"{lock}: cannot be locked: {error}") from error
-            print(
-                f"fastrl: {lock}: the file system has no locks ({error.strerror}): nothing keeps a second run out of "
-                f"{target}",
-                file=sys.stderr,
-            )
+            say(f"{lock}: the file system has no locks ({error.strerror}): nothing keeps a second run out of {target}")
             return
     raise UserError(f"{lock}: cannot be locked: it is removed again and again")

@@ -17,9 +17,10 @@ from tqdm import tqdm
 
 from fastrl.base.errors import UserError
 from fastrl.base.json_text import to_json
+from fastrl.base.terminal import say
 from fastrl.report.report import plot_curves, write_report
 from fastrl.training.config.sections import MARK, LoggingConfig
-from fastrl.training.config.settings import Section, import_for, json_values
+from fastrl.training.config.settings import import_for, json_values
 from fastrl.training.data.digest import json_value
 from fastrl.training.run.health import Watch
 
@@ -33,14 +34,7 @@ class RunLog:
     """Writes one record per step into the run's directory. A context manager; leaving it closes the files."""
 
     def __init__(
-        self,
-        config: Section,
-        settings: LoggingConfig,
-        name: str,
-        steps: int,
-        shown: Sequence[str],
-        step: int = 0,
-        facts: Mapping[str, str] | None = None,
+        self, config: Any, name: str, steps: int, shown: Sequence[str], step: int, facts: Mapping[str, str]
     ) -> None:
         """Create the directory and write `config.json`; if `step` > 0, continue the existing record after it.
 
@@ -48,7 +42,8 @@ class RunLog:
         `facts` are the run's, as `run_facts` returns them, for the head of its report.
         Whether a new run may replace what the directory holds is for `check_output` to say, before.
         """
-        self.directory, self.steps, self.shown = settings.output_dir, steps, shown
+        settings, self.steps, self.shown = config.logging, steps, shown
+        self.directory = settings.output_dir
         self.path = self.directory / "metrics.jsonl"
         self.last: dict[str, float | None] = {}
         self.watch = Watch(config, steps)
@@ -57,20 +52,23 @@ class RunLog:
         if step == 0:
             _prepare(self.directory)
         else:
-            for path in (self.path, self.directory / "samples.jsonl"):
-                self._cut(path, step)
+            steps_before = []
+            for number, record, _ in _cut(self.path, step):
+                self.last |= record
+                steps_before += [number] * (number > 0)  # some runs measure before the first one
+            if steps_before != list(range(1, step + 1)):
+                say(f"warning: {self.path}: not all steps up to the checkpoint's, {step}, are in it")
+            _cut(self.directory / "samples.jsonl", step)
             (self.directory / MARK).touch()  # an earlier version wrote none
         values = json_values(config)
         self._store("config.json", values)
-        begun = "started" if step == 0 else f"resumed after step {step}"
-        now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-        self._store("facts.json", {begun: now, **(facts or {})})
+        begun = f"resumed after step {step}" if step else "started"
+        self._store("facts.json", {begun: f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", **facts})
         # Before the first record, so that nothing is lost if the same command is tried again.
         self.wandb = None if wandb is None else _start_wandb(wandb, settings, values, resume=step > 0)
         self.file = self.path.open("a", encoding="utf-8")
-        self.writer: SummaryWriter | None = None
-        if settings.tensorboard:
-            self.writer = SummaryWriter(self.directory / "tensorboard", purge_step=step + 1 if step else None)
+        board, purged = self.directory / "tensorboard", step + 1 if step else None
+        self.writer = SummaryWriter(board, purge_step=purged) if settings.tensorboard else None
         # Without a terminal, only the lines are printed.
         self.bar = tqdm(initial=step, total=steps, unit="step", desc=name, disable=None)
         self.started, self.first = time.monotonic(), step
@@ -90,37 +88,6 @@ class RunLog:
     def _store(self, name: str, values: dict[str, Any]) -> None:
         with _writing(self.directory / name):
             (self.directory / name).write_text(to_json(values, indent=2) + "\n", encoding="utf-8")
-
-    def _cut(self, path: Path, step: int) -> None:
-        """Drop what an interrupted run recorded after its last checkpoint's `step`: those steps are repeated."""
-        path.touch()
-        # Bytes, because a text may hold other line separators. What follows the last newline was being written when
-        # the run was killed.
-        lines = path.read_bytes().split(b"\n")[:-1]
-        steps, kept = [], []
-        for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
-                record_step = int(record.pop("step"))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise UserError(
-                    f"{path}:{number}: is not a step's record, so the file is damaged ({type(error).__name__}: "
-                    f"{error}); move it away to go on without what it holds"
-                ) from error
-            if record_step <= step:
-                steps.append(record_step)
-                kept.append((line, record))
-        unfinished = path.with_suffix(".unfinished")
-        with _writing(path):
-            unfinished.write_bytes(b"".join(line + b"\n" for line, _ in kept))
-            unfinished.replace(path)
-        if path == self.path:
-            if [number for number in steps if number] != list(range(1, step + 1)):  # some runs measure before them
-                print(
-                    f"fastrl: warning: {path}: not all steps up to the checkpoint's, {step}, are in it", file=sys.stderr
-                )
-            for _, record in kept:
-                self.last |= record
 
     def sync(self) -> None:
         """Wait until the records are on disk: a checkpoint must not be ahead of the records if the machine dies."""
@@ -170,9 +137,35 @@ class RunLog:
 
     def draw(self) -> None:
         """Write `curves.png` and `report.html` from the records so far."""
-        records = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
-        plot_curves(records, self.directory / "curves.png")
+        plot_curves(self.directory)
         write_report(self.directory)
+
+
+def _cut(path: Path, step: int) -> list[tuple[int, dict[str, Any], bytes]]:
+    """Drop what an interrupted run recorded after its last checkpoint's `step`: those steps are repeated.
+
+    Returns what is left: steps, records without them, and their lines.
+    """
+    path.touch()
+    kept = []
+    # Bytes, because a text may hold other line separators. What follows the last newline was being written when the
+    # run was killed.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            record_step = int(record.pop("step"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"{path}:{number}: is not a step's record, so the file is damaged ({type(error).__name__}: {error}); "
+                "move it away to go on without what it holds"
+            ) from error
+        if record_step <= step:
+            kept.append((record_step, record, line))
+    unfinished = path.with_suffix(".unfinished")
+    with _writing(path):
+        unfinished.write_bytes(b"".join(line + b"\n" for _, _, line in kept))
+        unfinished.replace(path)
+    return kept
 
 
 @contextmanager
@@ -194,17 +187,13 @@ def check_output(directory: Path, overwrite: bool) -> None:
                 "--logging.output_dir, or move them away"
             )
     metrics = directory / "metrics.jsonl"
-    if not overwrite and _has_steps(metrics):
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+    # What a run has measured before its first step costs nothing to lose.
+    if not overwrite and any(not line.startswith(b'{"step": 0,') for line in lines):
         raise UserError(
             f"{directory}: holds a run already; go on with it by --resume, choose another --logging.output_dir, or "
             "replace it with --logging.overwrite true"
         )
-
-
-def _has_steps(metrics: Path) -> bool:
-    """Whether a run has recorded more than what it measured before its first step, which costs nothing to lose."""
-    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
-    return any(not line.startswith(b'{"step": 0,') for line in lines)
 
 
 def _prepare(directory: Path) -> None:

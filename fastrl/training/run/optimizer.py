@@ -1,7 +1,6 @@
-"""AdamW with its learning-rate schedule, and torch's device and threads, as every command sets them."""
+"""AdamW with its learning-rate schedule, as every command that trains makes them."""
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.base.errors import UserError
+from fastrl.base.terminal import say
 from fastrl.training.config.sections import OptimizerConfig
 
 
@@ -20,17 +20,14 @@ def make_optimizer(
 
     Tensors that need no gradient are left out.
     """
-    trained: list[dict[str, Any]] = [
-        {"params": [tensor for tensor in tensors if tensor.requires_grad], "lr": lr} for tensors, lr in groups
-    ]
+    trained: list[dict[str, Any]] = [{"params": [x for x in xs if x.requires_grad], "lr": lr} for xs, lr in groups]
     optimizer = torch.optim.AdamW(
         trained, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
     )
     if settings.warmup_updates > updates:
-        print(
-            f"fastrl: warning: optimizer.warmup_updates is {settings.warmup_updates}, but the run has {updates} "
-            f"updates, so its learning rate ends at {updates / settings.warmup_updates:.3g} of optimizer.lr",
-            file=sys.stderr,
+        say(
+            f"warning: optimizer.warmup_updates is {settings.warmup_updates}, but the run has {updates} updates, so "
+            f"its learning rate ends at {updates / settings.warmup_updates:.3g} of optimizer.lr"
         )
     factor = partial(lr_factor, schedule=settings.schedule, warmup=settings.warmup_updates, updates=updates)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -10,7 +10,8 @@ first update, so no second model is kept; checkpoints hold them. A preference wi
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +19,14 @@ from tqdm import tqdm
 
 from fastrl import Preference, linear_preference_loss
 from fastrl.base.errors import UserError
-from fastrl.training.batches.micro_batches import MicroBatches, Shape
+from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import as_rollout, hidden_states, rollout_logprobs
 from fastrl.training.config.stages import DPOConfig, TokenTrainingConfig
 from fastrl.training.models.policy import Policy, reference_of
 from fastrl.training.parallel.world import World
-from fastrl.training.stages.loop import PolicyStage, finish, train_policy
+from fastrl.training.stages.loop import finish, policy_loop, run_stage
 from fastrl.training.stages.rows import Reader, Tokens
+from fastrl.training.stages.stage import PolicyStage
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,6 @@ class Pair:
     reference: tuple[float, float] = (0.0, 0.0)
 
 
-class Total(NamedTuple):
-    """What the means of an update run over."""
-
-    pairs: int
-    likely: int
-    """Tokens of the chosen completions, over which a likelihood term is averaged."""
-
-
 class PreferenceStage(PolicyStage[Pair]):
     """A preference of the policy, or of how it has changed since the run began, for the chosen completion."""
 
@@ -53,39 +47,56 @@ class PreferenceStage(PolicyStage[Pair]):
         super().__init__(policy, training)
         self.objective = objective
 
-    def shape(self, row: Pair) -> Shape:
-        """That of the prompt with either completion."""
-        return row.chosen.shape + row.rejected.shape
+    @classmethod
+    def of(cls, config: DPOConfig, policy: Policy, world: World) -> "PreferenceStage":
+        """The stage that the config describes."""
+        return cls(policy, config.training, config.loss.build())
 
-    def total(self, rows: Sequence[Pair]) -> Total:
-        """The number of pairs, and of the chosen completions' tokens."""
-        return Total(len(rows), sum(len(row.chosen.completion) for row in rows))
+    @staticmethod
+    def parse(reader: Reader, row: dict[str, Any], where: str) -> Pair:
+        """Parse a row of the dataset; its other fields are ignored."""
+        pair = Pair(reader.tokens(row, "chosen", where), reader.tokens(row, "rejected", where))
+        if pair.chosen == pair.rejected:
+            raise UserError(
+                f"{where}: chosen and rejected: expected completions that differ, got {row['chosen']!r} twice"
+            )
+        return pair
 
-    def part(self, rows: Sequence[Pair], total: Total) -> tuple[Tensor, dict[str, float]]:
+    @staticmethod
+    def completions(rows: Sequence[Pair]) -> list[Tokens]:
+        """2B sequences in the loss's order: first the chosen, then the rejected in the same order."""
+        return [row.chosen for row in rows] + [row.rejected for row in rows]
+
+    def total(self, rows: Sequence[Pair]) -> tuple[int, int]:
+        """The number of pairs, and of the chosen completions' tokens, over which a likelihood term is averaged."""
+        return len(rows), sum(len(row.chosen.completion) for row in rows)
+
+    def part(self, rows: Sequence[Pair], total: tuple[int, int]) -> tuple[Tensor, dict[str, float]]:
         """The loss summed over the pairs, divided by the number of the update's pairs."""
-        policy, batch = self.policy, as_rollout(self.policy, both(rows)).to(self.policy.device)
+        pairs, likely = total
+        policy, batch = self.policy, as_rollout(self.policy, self.completions(rows)).to(self.policy.device)
         layout = batch.loss_arguments(self.packing)
         targets = layout["targets"]
         reference = None
         if self.objective.reference:
-            reference = [row.reference[0] for row in rows] + [row.reference[1] for row in rows]
+            reference = torch.tensor([row.reference for row in rows], device=policy.device).T.flatten()
         result = policy.apply_head(
             linear_preference_loss,
             hidden_states(policy, batch, self.packing),
             targets,
             torch.ones_like(targets, dtype=torch.bool) if self.packing else layout["mask"],
-            None if reference is None else torch.tensor(reference, device=policy.device),
+            reference,
             objective=self.objective,
-            denominator=total.pairs,
-            nll_denominator=total.likely,
+            denominator=pairs,
+            nll_denominator=likely,
             cu_seqlens=layout.get("cu_seqlens"),
             memory_budget=self.memory_budget,
         )
         numbers = {
-            "accuracy": float((result.margins > 0).sum()) / total.pairs,
-            "margin": float(result.margins.sum()) / total.pairs,
-            "chosen_reward": float(result.chosen_rewards.sum()) / total.pairs,
-            "rejected_reward": float(result.rejected_rewards.sum()) / total.pairs,
+            "accuracy": float((result.margins > 0).sum()) / pairs,
+            "margin": float(result.margins.sum()) / pairs,
+            "chosen_reward": float(result.chosen_rewards.sum()) / pairs,
+            "rejected_reward": float(result.rejected_rewards.sum()) / pairs,
             "tokens": float(batch.mask.sum()),
         }
         if result.nll is not None:
@@ -103,7 +114,7 @@ class PreferenceStage(PolicyStage[Pair]):
         def fill() -> None:
             parts = world.deal(micro_batches.cut(list(map(self.shape, rows))))
             for part, weight in tqdm(parts, desc="reference", unit="batch", disable=None if rows else True):
-                rollout = as_rollout(self.policy, both([rows[row] for row in part]))
+                rollout = as_rollout(self.policy, self.completions([rows[row] for row in part]))
                 sums = rollout_logprobs(reference, rollout, 1.0, whole, self.memory_budget).sum(1)
                 if weight:
                     logprobs[part] = sums.view(2, -1).T
@@ -119,33 +130,14 @@ class PreferenceStage(PolicyStage[Pair]):
         ]
 
 
-def both(rows: Sequence[Pair]) -> list[Tokens]:
-    """2B sequences in the loss's order: first the chosen, then the rejected in the same order."""
-    return [row.chosen for row in rows] + [row.rejected for row in rows]
-
-
-def parse(reader: Reader, row: dict[str, Any], where: str) -> Pair:
-    """Parse a row of the dataset; its other fields are ignored."""
-    pair = Pair(reader.tokens(row, "chosen", where), reader.tokens(row, "rejected", where))
-    if pair.chosen == pair.rejected:
-        raise UserError(f"{where}: chosen and rejected: expected completions that differ, got {row['chosen']!r} twice")
-    return pair
-
-
 def train(config: DPOConfig, resume: bool = False) -> dict[str, Any]:
     """Run the stage, or the rest of it; returns the run's summary.
 
     Raises UserError before the first update for input that cannot be used.
     """
-
-    objective = config.loss.build()
-
-    def make(policy: Policy, world: World) -> PreferenceStage:
-        return PreferenceStage(policy, config.training, objective)
-
-    return train_policy(make, parse, both, config, "dpo", resume, per_row=2)
+    return run_stage(config, resume, partial(policy_loop, PreferenceStage))
 
 
 def main(config: DPOConfig, resume: bool) -> int:
     """`fastrl dpo`: train, print what came out, and return the exit status."""
-    return finish(config, "dpo", train(config, resume), "fastrl sample SAMPLE_CONFIG.toml --model.path")
+    return finish(config, train(config, resume), "fastrl sample SAMPLE_CONFIG.toml --model.path")

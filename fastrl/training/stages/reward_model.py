@@ -15,16 +15,18 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from fastrl import reward_model_loss
 from fastrl.base.errors import UserError
-from fastrl.training.batches.micro_batches import Shape
 from fastrl.training.config.data import Source
 from fastrl.training.config.stages import RewardModelConfig
 from fastrl.training.data.sources import field_of
-from fastrl.training.models.loading import load_tokenizer, name_of
-from fastrl.training.models.policy import load_model
+from fastrl.training.models.loading import load_tokenizer
+from fastrl.training.models.model import load_model
+from fastrl.training.models.names import name_of
 from fastrl.training.parallel.world import World
 from fastrl.training.rewards.model import MEAN, RewardModel, check_classifier, longest_scored, score_sequences
-from fastrl.training.stages.loop import Stage, finish, fit, prepared_stage
+from fastrl.training.run.loop import Loop
+from fastrl.training.stages.loop import StageLoop, finish, run_stage
 from fastrl.training.stages.rows import Reader
+from fastrl.training.stages.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,6 @@ class Ranked:
 
     sequences: list[list[int]]
     ranks: list[int]
-
-    @property
-    def has_pair(self) -> bool:
-        """Whether any two of them are ranked differently."""
-        return len(set(self.ranks)) > 1
 
 
 class RewardModelStage(Stage[Ranked]):
@@ -51,10 +48,9 @@ class RewardModelStage(Stage[Ranked]):
         """`reference` holds the sequences whose mean score will be 0."""
         self.model, self.tokenizer, self.dtype, self.reference = model, tokenizer, dtype, reference
 
-    def shape(self, row: Ranked) -> Shape:
-        """That of the prompt with each response."""
-        lengths = list(map(len, row.sequences))
-        return Shape(len(lengths), max(lengths), sum(lengths))
+    def sequences(self, row: Ranked) -> list[list[int]]:
+        """The prompt with each response."""
+        return row.sequences
 
     def part(self, rows: Sequence[Ranked], total: int) -> tuple[Tensor, dict[str, float]]:
         """Loss, accuracy, margin: means over a prompt's pairs, summed over prompts, divided by the update's prompts."""
@@ -101,31 +97,31 @@ def train(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
 
     Raises UserError before the first update for input that cannot be used.
     """
-    with prepared_stage(config, "reward-model", resume) as (world, checkpoint):
-        tokenizer = load_tokenizer(config.model)
-        options: dict[str, Any] = {"new_head": True, "num_labels": 1, "world": world}
-        # Of a language model only the decoder is used: its own head is left over, and the score head is new.
-        model = load_model(config.model, world.device, AutoModelForSequenceClassification, **options)
-        dtype = getattr(torch, config.model.dtype)
-        check_classifier(model, tokenizer, name_of(config.model), dtype)
-        setattr(model.config, MEAN, 0.0)
-        reader = Reader.of(config.data, tokenizer, config.training.max_length, longest_scored(model))
-        source, held_out_source = config.data.source, config.data.eval_source
-        all_rows = reader.load(source, parse)
-        rows = _with_pairs(all_rows, source)
-        held_out = _with_pairs(reader.load(held_out_source, parse), held_out_source) if held_out_source else []
-        if config.data.reference_path is None:
-            reference = [tokens for row in all_rows for tokens in row.sequences]
-        else:
-            reference_source = config.data.source_of(str(config.data.reference_path), "train")
-            reference_rows = reader.load(reference_source, lambda r, row, where: r.tokens(row, "completion", where))
-            reference = [tokens.all for tokens in reference_rows]
-        stage = RewardModelStage(model, tokenizer, dtype, reference)
-        return fit(stage, rows, held_out, config, "reward-model", checkpoint, world)
+    return run_stage(config, resume, _loop)
+
+
+def _loop(config: RewardModelConfig, world: World) -> Loop:
+    tokenizer, data, dtype = load_tokenizer(config.model), config.data, getattr(torch, config.model.dtype)
+    # Of a language model only the decoder is used: its own head is left over, and the score head is new.
+    options: dict[str, Any] = {"new_head": True, "num_labels": 1, "world": world}
+    model = load_model(config.model, world.device, AutoModelForSequenceClassification, **options)
+    check_classifier(model, tokenizer, name_of(config.model), dtype)
+    setattr(model.config, MEAN, 0.0)
+    reader = Reader.of(data, tokenizer, config.training.max_length, longest_scored(model))
+    all_rows = reader.load(data.source, parse)
+    rows = _with_pairs(all_rows, data.source)
+    held_out = _with_pairs(reader.load(data.eval_source, parse), data.eval_source) if data.eval_source else []
+    if data.reference_path is None:
+        reference = [tokens for row in all_rows for tokens in row.sequences]
+    else:
+        source = data.source_of(str(data.reference_path), "train")
+        reference = reader.load(source, lambda reader, row, where: reader.tokens(row, "completion", where).all)
+    stage = RewardModelStage(model, tokenizer, dtype, reference)
+    return StageLoop(stage, rows, held_out, config, world)
 
 
 def _with_pairs(rows: list[Ranked], source: Source) -> list[Ranked]:
-    kept = [row for row in rows if row.has_pair]
+    kept = [row for row in rows if len(set(row.ranks)) > 1]
     if not kept:
         raise UserError(f"{source.name}: expected two responses to a prompt that differ in rank, got ties alone")
     return kept
@@ -133,4 +129,4 @@ def _with_pairs(rows: list[Ranked], source: Source) -> list[Ranked]:
 
 def main(config: RewardModelConfig, resume: bool) -> int:
     """`fastrl reward-model`: train, print what came out, and return the exit status."""
-    return finish(config, "reward-model", train(config, resume), "fastrl train TRAIN_CONFIG.toml --reward.model")
+    return finish(config, train(config, resume), "fastrl train TRAIN_CONFIG.toml --reward.model")

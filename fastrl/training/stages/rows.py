@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.base.errors import UserError
-from fastrl.training.batches.micro_batches import Shape
 from fastrl.training.config.data import DatasetConfig, Source
 from fastrl.training.data.prompts import PromptFormat
 from fastrl.training.data.sources import field_of, rows_of
@@ -20,12 +19,6 @@ class Tokens(NamedTuple):
 
     prompt: list[int]
     completion: list[int]
-
-    @property
-    def shape(self) -> Shape:
-        """What it takes in a micro-batch."""
-        length = len(self.prompt) + len(self.completion)
-        return Shape(1, length, length)
 
     @property
     def all(self) -> list[int]:

@@ -8,6 +8,7 @@ it is.
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tqdm import tqdm
 
@@ -20,7 +21,8 @@ from fastrl.training.data.examples import Example, Room, load_examples
 from fastrl.training.data.prompts import PromptFormat
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.engines.sampler import CompletionSampler
-from fastrl.training.models.policy import Policy, load_policy, max_positions
+from fastrl.training.models.decoder import max_positions
+from fastrl.training.models.policy import Policy, load_policy
 from fastrl.training.models.rotary import fix_frequencies
 from fastrl.training.parallel.machine import cpu_threads, start
 from fastrl.training.rewards.model import make_rewards
@@ -78,9 +80,8 @@ class Tally:
 def best_of(group: list[Completion], count: int) -> list[Completion]:
     """The `count` distinct texts with the highest rewards, the first of equal ones; none that was cut off."""
     whole = [completion for completion in group if completion.reward is not None and not completion.truncated]
-    ranked = sorted(whole, key=lambda completion: -(completion.reward or 0.0))
     distinct: dict[str, Completion] = {}
-    for completion in ranked:
+    for completion in sorted(whole, key=lambda completion: -(completion.reward or 0.0)):
         distinct.setdefault(completion.text, completion)
     return list(distinct.values())[:count]
 
@@ -112,10 +113,13 @@ def sample(config: SampleConfig) -> Tally:
             file = unfinished.open("w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"{output}: cannot write the output: {error}") from error
-        tally, best = Tally(), config.output.best
+        tally, best, count = Tally(), config.output.best, config.rollout.num_generations
         with file, tqdm(desc="sample", unit="prompt", total=len(examples), disable=None) as bar:
-            for chunk in _groups(policy, sampler, rewards, examples, config):
-                for example, group in chunk:
+            for first in range(0, len(examples), config.rollout.prompts_per_step):
+                chunk = examples[first : first + config.rollout.prompts_per_step]
+                generated = _sampled(policy, sampler, rewards, [example for example in chunk for _ in range(count)])
+                for example in chunk:
+                    group = list(islice(generated, count))
                     chosen = group if best is None else best_of(group, best)
                     file.writelines(completion.line(example) for completion in chosen)
                     tally.add(group, len(chosen))
@@ -126,25 +130,17 @@ def sample(config: SampleConfig) -> Tally:
     return tally
 
 
-def _groups(
-    policy: Policy, sampler: CompletionSampler, rewards: Rewards, examples: list[Example], config: SampleConfig
-) -> Iterator[list[tuple[Example, list[Completion]]]]:
-    """The completions of each prompt, rollout.prompts_per_step prompts at a time."""
-    settings = config.rollout
-    for first in range(0, len(examples), settings.prompts_per_step):
-        chunk = examples[first : first + settings.prompts_per_step]
-        repeated = [example for example in chunk for _ in range(settings.num_generations)]
-        rollout = sampler.draw(repeated, record=False)
-        texts = completion_texts(policy, rollout)
-        totals, parts = rewards.parts(repeated, texts)
-        assert rollout.ended is not None  # an engine says it
-        ended = rollout.ended.tolist()
-        generated = [
-            Completion(text, totals[i], {name: values[i] for name, values in parts.items()}, not ended[i])
-            for i, text in enumerate(texts)
-        ]
-        size = settings.num_generations
-        yield [(example, generated[i * size : (i + 1) * size]) for i, example in enumerate(chunk)]
+def _sampled(
+    policy: Policy, sampler: CompletionSampler, rewards: Rewards, examples: list[Example]
+) -> Iterator[Completion]:
+    """A completion of each example, with its rewards."""
+    rollout = sampler.draw(examples, record=False)
+    texts = completion_texts(policy, rollout)
+    totals, parts = rewards.parts(examples, texts)
+    assert rollout.ended is not None  # an engine says it
+    ended = rollout.ended.tolist()
+    for i, text in enumerate(texts):
+        yield Completion(text, totals[i], {name: values[i] for name, values in parts.items()}, not ended[i])
 
 
 def main(config: SampleConfig) -> int:

@@ -5,6 +5,7 @@ the mean divergence from its distributions of these tokens. On the model's own s
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,14 +14,14 @@ from fastrl import linear_cross_entropy
 from fastrl.objectives.row_local import TOKEN
 from fastrl.training.batches.distillation import Distillation
 from fastrl.training.batches.loss_calls import LossCall
-from fastrl.training.batches.micro_batches import Shape
 from fastrl.training.batches.rollout import Rollout, as_rollout, hidden_states
 from fastrl.training.config.stages import SFTConfig, TokenTrainingConfig
 from fastrl.training.models.policy import Policy
 from fastrl.training.models.teacher import check_teacher, load_teacher, teacher_width
 from fastrl.training.parallel.world import World
-from fastrl.training.stages.loop import PolicyStage, finish, train_policy
+from fastrl.training.stages.loop import finish, policy_loop, run_stage
 from fastrl.training.stages.rows import Reader, Tokens
+from fastrl.training.stages.stage import PolicyStage
 
 
 class SFT(PolicyStage[Tokens]):
@@ -32,23 +33,48 @@ class SFT(PolicyStage[Tokens]):
         super().__init__(policy, training)
         self.distillation = distillation
 
+    @classmethod
+    def of(cls, config: SFTConfig, policy: Policy, world: World) -> "SFT":
+        """The stage that the config describes, with its teacher."""
+        settings, training = config.distillation, config.training
+        if settings is None:
+            return cls(policy, training)
+        packing, budget = training.packing, training.memory_budget
+        teacher = load_teacher(settings, config.model, policy, packing, world)
+        return cls(policy, training, Distillation(teacher, settings, packing=packing, memory_budget=budget))
+
+    @staticmethod
+    def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:
+        """Parse a row of the dataset; its other fields are ignored."""
+        return reader.tokens(row, "completion", where)
+
+    @staticmethod
+    def completions(rows: Sequence[Tokens]) -> list[Tokens]:
+        """The rows themselves."""
+        return list(rows)
+
+    @staticmethod
+    def calls(config: SFTConfig, call: LossCall) -> list[LossCall]:
+        """The cross-entropy, the divergence from a teacher, or both."""
+        settings, call = config.distillation, call._replace(scope=TOKEN)
+        if settings is None:
+            return [call]
+        divergence = call._replace(what="the divergence", teacher=teacher_width(settings, config.model))
+        return [divergence] if settings.coef == 1 else [call, divergence]
+
     @property
     def models(self) -> list[Any]:
         """The model and its teacher."""
         return [self.model, *([self.distillation.teacher.model] if self.distillation else [])]
 
-    def shape(self, row: Tokens) -> Shape:
-        """That of the prompt with its completion."""
-        return row.shape
-
-    def weight(self, row: Tokens) -> int:
+    def total(self, rows: Sequence[Tokens]) -> int:
         """The number of valid tokens."""
-        return len(row.completion)
+        return sum(len(row.completion) for row in rows)
 
     def part(self, rows: Sequence[Tokens], total: int) -> tuple[Tensor, Mapping[str, float | Tensor]]:
         """The loss summed over the rows, divided by the number of the update's tokens."""
         policy, batch = self.policy, as_rollout(self.policy, rows).to(self.policy.device)
-        count = sum(map(self.weight, rows))
+        count = self.total(rows)
         states = hidden_states(policy, batch, self.packing)
         if self.distillation is None:
             return self._cross_entropy(states, batch, count, total), {"tokens": count}
@@ -68,37 +94,16 @@ class SFT(PolicyStage[Tokens]):
         return self.policy.apply_head(linear_cross_entropy, states, targets, **sizes)
 
 
-def parse(reader: Reader, row: dict[str, Any], where: str) -> Tokens:
-    """Parse a row of the dataset; its other fields are ignored."""
-    return reader.tokens(row, "completion", where)
-
-
 def train(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
     """Run the stage, or the rest of it; returns the run's summary.
 
     Raises UserError before the first update for input that cannot be used.
     """
-    settings, training = config.distillation, config.training
-    if settings is not None:
-        check_teacher(settings, config.model)
-
-    def make(policy: Policy, world: World) -> SFT:
-        if settings is None:
-            return SFT(policy, training)
-        teacher = load_teacher(settings, config.model, policy, training.packing, world)
-        packing, budget = training.packing, training.memory_budget
-        return SFT(policy, training, Distillation(teacher, settings, packing=packing, memory_budget=budget))
-
-    def calls(call: LossCall) -> list[LossCall]:
-        call = call._replace(scope=TOKEN)
-        if settings is None:
-            return [call]
-        divergence = call._replace(what="the divergence", teacher=teacher_width(settings, config.model))
-        return [divergence] if settings.coef == 1 else [call, divergence]
-
-    return train_policy(make, parse, list, config, "sft", resume, calls=calls)
+    if config.distillation is not None:
+        check_teacher(config.distillation, config.model)
+    return run_stage(config, resume, partial(policy_loop, SFT))
 
 
 def main(config: SFTConfig, resume: bool) -> int:
     """`fastrl sft`: train, print what came out, and return the exit status."""
-    return finish(config, "sft", train(config, resume), "fastrl train TRAIN_CONFIG.toml --model.path")
+    return finish(config, train(config, resume), "fastrl train TRAIN_CONFIG.toml --model.path")

@@ -13,7 +13,7 @@ from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import Completion, Request
 from fastrl.training.engines.turns import Dialogue
 from fastrl.training.models.policy import Policy
-from fastrl.training.rl.experience import _step_tensors
+from fastrl.training.rl.advantages import _step_tensors
 
 THOUGHT = ["<think>", "</think>"]
 ENDS = ["</s>", "<|im_end|>"]  # the tokenizer's EOS, and a turn's that only the policy knows

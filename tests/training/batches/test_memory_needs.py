@@ -10,11 +10,11 @@ from run_files import config_of
 from teachers import save_teacher
 
 import fastrl.training.batches.loss_calls as module
-import fastrl.training.models.policy as loading
+import fastrl.training.models.model as loading
 from fastrl.cli import main
 from fastrl.planning.plans import applicable, least_budget, observer
 from fastrl.training.batches.loss_calls import loss_plans
-from fastrl.training.rl.memory import loss_calls
+from fastrl.training.rl.forecast import loss_calls
 from fastrl.training.rl.run import make_run
 from fastrl.training.rl.train import take_step, train
 from fastrl.training.stages import dpo, loop, sft
@@ -124,7 +124,7 @@ def test_the_calls_that_a_config_tells_are_those_of_the_run(make_tables, tables)
     """In a step; and they take no more than was told."""
     run = make_run(make_tables(tables))
     run.step, config = 1, run.config
-    forecast = loss_calls(config, run.objective, config.training.micro_batch_tokens or 10**9)
+    forecast = loss_calls(config, run.loss.objective, config.training.micro_batch_tokens or 10**9)
     plans = loss_plans(config.training, config.model, torch.device("cpu"), forecast)
     told, made = largest(plan.call for plan in plans), largest(calls_of(take_step, run))
     assert told.keys() == made.keys()

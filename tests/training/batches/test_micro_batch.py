@@ -13,11 +13,11 @@ from run_files import repeatable
 import fastrl.training.batches.memory as expected_memory
 import fastrl.training.rl.update as updating
 from fastrl.training.batches.micro_batches import MicroBatches, Shape
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.transformers import TransformersEngine
 from fastrl.training.rl.train import train
-from fastrl.training.run.checkpoint import NUMBERS
+from fastrl.training.run.folder import NUMBERS
 
 
 def size(rows, packed):

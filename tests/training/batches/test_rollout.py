@@ -17,7 +17,7 @@ import fastrl.training.rl.run as running
 from fastrl.base.errors import UserError
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import AXES, Rollout, hidden_states, join, rollout_logprobs
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.transformers import completion_mask
 from fastrl.training.rl.experience import collect
@@ -212,9 +212,9 @@ def test_a_step_mixes_no_tensors_of_host_and_device(make_config, monkeypatch, ta
     set_apart(monkeypatch)
     run = running.make_run(make_config(**tables))
     run.step = 1
-    if run.kl is not None:
-        run.kl.coef = placed_at(Device, run.kl.coef)
+    if run.loss.kl is not None:
+        run.loss.kl.coef = placed_at(Device, run.loss.kl.coef)
     numbers, _ = take_step(run)
     assert math.isfinite(numbers["loss"]) and numbers["skipped_updates"] == 0
     with pytest.raises(AssertionError, match="of the host and of the device meet in embedding"):
-        hidden_states(run.policy, collect(run, {})[0], False)
+        hidden_states(run.models.policy, collect(run, {})[0], False)

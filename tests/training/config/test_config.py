@@ -114,6 +114,7 @@ def test_a_model_path_is_a_directory_if_there_is_one_and_else_a_hub_name(write, 
         (MINIMAL.replace("grpo", "drgrpo"), [], ["config.toml: objective", "max_length"]),
         (MINIMAL + "[evaluation]\nevery = 5\n", [], ["config.toml", "data.eval_path"]),
         (MINIMAL + "[rollout]\nnum_generations = 1\n", [], ["rollout.num_generations", "2", "got 1"]),
+        (MINIMAL + "[optimizer]\nbetas = [0.9, 2.0]\n", [], ["config.toml: optimizer.betas: value 2: ", "1, got 2.0"]),
         (MINIMAL + "[rollout_correction]\nreject = 3\n", [], ["rollout_correction.reject: expected a list, got 3"]),
         (
             MINIMAL + "[rollout_correction]\nreject = [3, 1]\n",

@@ -161,9 +161,9 @@ def test_every_command_reads_rows_alike(name):
     pairs = [PromptFormat(tokenizer).pair(QUESTION, answer, "x") for answer in answers]
     reader = Reader(PromptFormat(tokenizer), None)
     row = {"prompt": QUESTION, "completion": answers[0], "chosen": answers[0], "rejected": answers[1]}
-    trained = sft.parse(reader, row, "x")
+    trained = sft.SFT.parse(reader, row, "x")
     assert (trained.prompt, trained.completion) == pairs[0]
-    compared = dpo.parse(reader, row, "x")
+    compared = dpo.PreferenceStage.parse(reader, row, "x")
     assert [(x.prompt, x.completion) for x in (compared.chosen, compared.rejected)] == pairs
     ranked = reward_model.parse(reader, {k: x for k, x in row.items() if k != "completion"}, "x")
     assert ranked.sequences == [prompt + ids for prompt, ids in pairs]

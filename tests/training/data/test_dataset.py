@@ -96,7 +96,7 @@ def test_the_sampler_shows_every_example_once_an_epoch_and_repeats_with_its_seed
 
 def test_the_digest_is_of_prompts_and_of_what_the_reward_reads():
     def digest(ids, **columns):
-        return PromptSampler([Example("p", columns, ids)], seed=0).digest
+        return PromptSampler([Example("p", columns, ids)], seed=0).data["data.path"]
 
     assert digest([1, 2], answer="3") == digest([1, 2], answer="3")
     assert len({digest([1, 2], answer="3"), digest([1, 2], answer="4"), digest([1, 3], answer="3")}) == 3

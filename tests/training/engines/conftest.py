@@ -12,7 +12,8 @@ import torch
 from digit_models import EXAMPLE, TOKENIZER, narrowed
 from fake_vllm import FakeVLLM
 
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
+from fastrl.training.config.sections import ModelConfig
 from fastrl.training.config.settings import load_settings
 from fastrl.training.config.train import Config
 from fastrl.training.engines.sampler import CompletionSampler

@@ -15,7 +15,8 @@ from places import EXAMPLES
 from run_files import records
 
 from fastrl.base.errors import UserError
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
+from fastrl.training.config.sections import ModelConfig
 from fastrl.training.config.settings import load_settings
 from fastrl.training.config.train import Config
 from fastrl.training.data.examples import Example

@@ -25,8 +25,8 @@ def fail_at(monkeypatch):
 
         def failing(run, rollout):
             if run.step == step:
-                if run.rollouts.begun is not None and run.rollouts.begun.thread is not None:
-                    run.rollouts.begun.thread.join()  # the next batch has been drawn
+                if run.data.rollouts.begun is not None and run.data.rollouts.begun.thread is not None:
+                    run.data.rollouts.begun.thread.join()  # the next batch has been drawn
                 raise RuntimeError("mine")
             return update(run, rollout)
 

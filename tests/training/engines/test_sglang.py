@@ -18,13 +18,14 @@ from places import EXAMPLES
 from tiny_models import tiny_model
 
 from fastrl.base.errors import UserError
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.rewards.loading import import_function
+from fastrl.training.config.sampling import RolloutConfig
+from fastrl.training.config.sections import ModelConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import EngineLost, EngineUnavailable, Request, Sampling
 from fastrl.training.engines.sampler import CompletionSampler
 from fastrl.training.engines.weights import PolicyWeights
 from fastrl.training.models.policy import Policy, load_policy
-from fastrl.training.rewards.functions import import_function
 
 FILE = EXAMPLES / "engines" / "sglang.py"
 SGLangServer: Any = import_function(f"{FILE}:SGLangServer", "rollout.engine")

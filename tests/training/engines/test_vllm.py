@@ -24,7 +24,8 @@ from run_files import checkpoints, records, write_toml
 from fastrl.base.errors import UserError
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import Rollout, rollout_logprobs
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
+from fastrl.training.config.sections import ModelConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import Weights
 from fastrl.training.engines.sampler import CompletionSampler

@@ -18,7 +18,8 @@ from fastrl.cli import main
 from fastrl.training.config.sections import ModelConfig
 from fastrl.training.config.settings import load_settings, looks_like_path
 from fastrl.training.config.train import Config
-from fastrl.training.models.loading import listed, load_tokenizer, load_weights
+from fastrl.training.models.differences import listed
+from fastrl.training.models.loading import load_tokenizer, load_weights
 from fastrl.training.models.policy import load_policy
 from fastrl.training.rewards.model import RewardModel
 from fastrl.training.rl.run import make_run

@@ -11,7 +11,8 @@ from tiny_models import tiny_model
 from fastrl.base.errors import UserError
 from fastrl.integrations.transformers import fused_lm_head
 from fastrl.training.config.sections import ModelConfig
-from fastrl.training.models.policy import decoder_states, left_pad, load_policy
+from fastrl.training.models.decoder import decoder_states, left_pad
+from fastrl.training.models.policy import load_policy
 
 CPU = torch.device("cpu")
 # Its keys and values have as many heads as its queries, so the mask of a batch with several sequences does not fit.

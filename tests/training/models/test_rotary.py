@@ -10,7 +10,7 @@ from digit_models import LONGROPE
 
 import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
-from fastrl.training.models.policy import decoder_states, left_pad
+from fastrl.training.models.decoder import decoder_states, left_pad
 from fastrl.training.models.rotary import constant_length, fix_frequencies
 
 KINDS = {

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import rank_runs
@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 import fastrl.training.parallel.launch as launching
 from fastrl.base.errors import UserError
 from fastrl.training.commands import read_command
-from fastrl.training.parallel.launch import one_voice
+from fastrl.training.parallel.launch import on_rank
 from fastrl.training.run.checksums import damage
 
 TIMEOUT = 120  # seconds, of each command
@@ -93,8 +93,8 @@ def test_a_number_of_processes_that_is_missing(capsys):
 def test_a_rank_that_has_lost_another_says_so(monkeypatch, text, reason):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("fastrl.training.parallel.launch._first_to_fail", lambda: True)
-    with pytest.raises(UserError, match=f"rank 0 has lost another rank: {reason}; --resume"), one_voice():
-        raise torch.distributed.DistBackendError(text)
+    with pytest.raises(UserError, match=f"rank 0 has lost another rank: {reason}; --resume"):
+        on_rank(Mock(side_effect=torch.distributed.DistBackendError(text)))
 
 
 def numbers(folder):

@@ -48,7 +48,7 @@ def train_and_measure(command, tables):
     with (
         patch.object(torch.optim.AdamW, "step", measured),
         patch.object(loop, "with_micro_batches", planned),
-        patch.object(loop, "write_checkpoint"),
+        patch("fastrl.training.run.loop.write_checkpoint"),
         patch.object(loop, "save_model"),
     ):
         assert rank_runs.train(command, tables)["steps"] == 1

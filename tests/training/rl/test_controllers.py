@@ -10,7 +10,7 @@ from run_files import repeatable, state, strict_json
 
 import fastrl
 from fastrl.base.json_text import to_json
-from fastrl.training.config.train import EntropyConfig, KLConfig
+from fastrl.training.config.algorithm import EntropyConfig, KLConfig
 from fastrl.training.rl.controllers import AdaptiveKL, LearnedEntropy
 from fastrl.training.rl.train import train
 

@@ -14,12 +14,12 @@ import fastrl.training.rl.run as running
 import fastrl.training.rl.train as module
 import fastrl.training.rl.update as updating
 from fastrl.training.batches.micro_batches import MicroBatches
-from fastrl.training.config.sections import RolloutConfig
-from fastrl.training.config.train import AdvantagesConfig, KLConfig, PretrainingConfig
+from fastrl.training.config.algorithm import AdvantagesConfig, KLConfig, PretrainingConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example, TextStream
+from fastrl.training.rl.advantages import add_advantages, whitened
 from fastrl.training.rl.controllers import AdaptiveKL
 from fastrl.training.rl.critic import Critic
-from fastrl.training.rl.experience import add_advantages, whitened
 
 PPO = {"advantages": {"estimator": "gae"}, "objective": {"name": "ppo", "entropy_coef": 0.0}}
 COUNTED = [True] * 6 + [False, True]
@@ -37,7 +37,7 @@ def critic_run(policy, bare_run):
         with_critic(made, kind, clip=clip)
         made.config.advantages = AdvantagesConfig(estimator="gae", **advantages)
         made.config.kl = kl
-        made.kl = None if kl is None else AdaptiveKL(kl, policy.device)
+        made.loss.kl = None if kl is None else AdaptiveKL(kl, policy.device)
         return made
 
     return run
@@ -59,7 +59,7 @@ def test_a_new_critic_says_0_and_an_own_one_leaves_the_policy_alone(policy, roll
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["own", "shared"])
 def test_values_are_the_heads_on_the_state_before_each_token(policy, critic_run, rollout, kind, packed):
-    critic = critic_run(kind).critic
+    critic = critic_run(kind).models.critic
     if kind == "own":  # its decoder has moved on from the policy's
         with torch.no_grad():
             critic.decoder.embed_tokens.weight.mul_(1.5)
@@ -75,7 +75,7 @@ def test_values_are_the_heads_on_the_state_before_each_token(policy, critic_run,
 @pytest.mark.parametrize("kind", ["own", "shared"])
 def test_without_discount_or_decay_every_return_is_the_reward(critic_run, rollout, kind):
     run = critic_run(kind, gamma=1.0, lam=1.0, whiten=False)
-    values = run.critic.rollout_values(run.policy, rollout, MicroBatches(None)).detach()
+    values = run.models.critic.rollout_values(run.models.policy, rollout, MicroBatches(None)).detach()
     found = add_advantages(run, replace(rollout, old_values=values), [])
     expected = rollout.rewards[:, None].expand_as(values).where(rollout.mask, 0)
     torch.testing.assert_close(found.returns, expected, rtol=0, atol=1e-5)
@@ -151,9 +151,9 @@ def test_whitening_one_token_or_none_gives_0():
 def test_values_are_float32_where_products_are_narrow(critic_run, rollout, spy):
     """In the update as before it: rounded to bfloat16, values would differ from the old ones by up to 1 in 256."""
     run = critic_run("shared")
-    run.policy = replace(run.policy, dtype=torch.bfloat16)
+    run.models.policy = replace(run.models.policy, dtype=torch.bfloat16)
     seen = spy(updating, "value_loss", lambda _, values, *rest: values.detach())
-    before = run.critic.rollout_values(run.policy, rollout, MicroBatches(None))
+    before = run.models.critic.rollout_values(run.models.policy, rollout, MicroBatches(None))
     gradients(run, rollout)
     assert seen[0].dtype == torch.float32
     (rows,) = run.micro_batches.cut(rollout.shapes())
@@ -197,8 +197,8 @@ def test_its_weights_are_in_a_group_of_their_own(make_config):
     for shared in (False, True):
         run = running.make_run(make_config(**PPO, critic={"shared": shared}))
         policy, critic = ({id(p) for p in group["params"]} for group in run.optimizer.param_groups)
-        assert critic == {id(p) for p in run.critic.parameters()} and not policy & critic
-        assert policy == {id(p) for p in run.policy.model.parameters()}
+        assert critic == {id(p) for p in run.models.critic.parameters()} and not policy & critic
+        assert policy == {id(p) for p in run.models.policy.model.parameters()}
 
 
 def test_gae_without_a_kl_reads_no_reference(critic_run, rollout):
@@ -214,13 +214,13 @@ def test_pretraining_text_adds_its_cross_entropy_and_begins_again(policy, bare_r
     """In float64 by torch's own cross-entropy; 10 tokens hold one and a quarter of two sequences of 4."""
     (tmp_path / "text.txt").write_text("0123456789")
     run, before = bare_run(policy, fastrl.PPO()), torch.tensor(0.25)
-    run.text = TextStream(tmp_path / "text.txt", policy.tokenizer, 4)
+    run.data.text = TextStream(tmp_path / "text.txt", policy.tokenizer, 4)
     run.config.pretraining = PretrainingConfig(path=tmp_path / "text.txt", coef=0.7, batch_size=2, length=4)
-    assert run.text.tokens.tolist() == list(range(2, 12))
+    assert run.data.text.tokens.tolist() == list(range(2, 12))
     for ids, position in (([[2, 3, 4, 5], [6, 7, 8, 9]], 8), ([[10, 11, 2, 3], [4, 5, 6, 7]], 6)):
         policy.model.zero_grad()
-        metrics = updating.pretrain(run, run.text, before)
-        assert run.text.position == position
+        metrics = updating.pretrain(run, run.data.text, before)
+        assert run.data.text.position == position
         model = copy.deepcopy(policy.model).double()
         logits = model(input_ids=torch.tensor(ids)).logits.double()[:, :-1]
         loss = 0.7 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(ids)[:, 1:].flatten())

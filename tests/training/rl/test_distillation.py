@@ -17,7 +17,7 @@ from teachers import exact_divergence, rename_token, save_teacher, with_tail
 from transformers import set_seed
 
 import fastrl
-import fastrl.training.models.policy as loading
+import fastrl.training.models.model as loading
 import fastrl.training.rl.train as stepping
 from fastrl.base.errors import UserError
 from fastrl.training.batches.distillation import Distillation
@@ -59,8 +59,8 @@ def distilling(policy, bare_run, teacher):
         run = bare_run(policy, fastrl.DAPO(), TEMPERATURE, **training)
         model = ModelConfig(path=teacher)
         frozen = load_teacher(settings, model, policy, run.config.training.packing)
-        run.distillation = Distillation(frozen, settings, TEMPERATURE, top_k, run.config.training.packing)
-        run.policy_coef = policy_coef
+        run.loss.distillation = Distillation(frozen, settings, TEMPERATURE, top_k, run.config.training.packing)
+        run.loss.coef = policy_coef
         return run
 
     return make
@@ -68,20 +68,22 @@ def distilling(policy, bare_run, teacher):
 
 def by_hand(run, rollout):
     """In float64 on whole logits: gradient, loss, mean divergence, and the teacher's mean log-probability."""
-    (log_p, model), (log_q, _) = (dense_log_p(policy, rollout) for policy in (run.policy, run.distillation.teacher))
+    (log_p, model), (log_q, _) = (
+        dense_log_p(policy, rollout) for policy in (run.models.policy, run.loss.distillation.teacher)
+    )
     logp = (log_p / TEMPERATURE).log_softmax(-1).gather(-1, rollout.targets[..., None])[..., 0]
     size = min(log_p.shape[-1], log_q.shape[-1])
     log_p, log_q = ((x[..., :size] / TEMPERATURE).log_softmax(-1) for x in (log_p, log_q))
     mask, both = rollout.mask, (log_p, log_q)
-    if run.distillation.top_k is not None:
-        ids = log_q.topk(run.distillation.top_k).indices
+    if run.loss.distillation.top_k is not None:
+        ids = log_q.topk(run.loss.distillation.top_k).indices
         both = [with_tail(x, ids) for x in both]
-    settings = run.distillation.settings
+    settings = run.loss.distillation.settings
     divergence = exact_divergence(*both, settings.kind, settings.beta)[mask].mean()
     taught = log_q.gather(-1, rollout.targets[..., None])[..., 0][mask].mean()
     ratio, advantage = (logp - rollout.old_logprobs).exp(), rollout.response_advantages[:, None]
     gate = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-    loss = settings.coef * divergence + run.policy_coef * gate[mask].mean()
+    loss = settings.coef * divergence + run.loss.coef * gate[mask].mean()
     found = torch.autograd.grad(loss, list(model.parameters()))
     return torch.cat([g.flatten() for g in found]), loss.detach(), divergence.detach(), taught
 
@@ -98,8 +100,8 @@ def test_the_gradient_is_dense_float64_autograds_however_it_is_cut_up(policy, di
         found = [metrics[name].double() for name in ("loss", "divergence", "teacher_logprob")]
         torch.testing.assert_close(torch.stack(found), torch.stack(expected[1:]), rtol=1e-5, atol=1e-6)
         assert metrics["tokens"] == sum(n for n, counts in zip(LENGTHS, COUNTED, strict=True) if counts)
-        assert ("clip_frac" in metrics) == (run.policy_coef > 0)
-    assert all(p.grad is None for p in run.distillation.teacher.model.parameters())
+        assert ("clip_frac" in metrics) == (run.loss.coef > 0)
+    assert all(p.grad is None for p in run.loss.distillation.teacher.model.parameters())
 
 
 @pytest.mark.parametrize("top_k", [None, TOP_K])
@@ -158,7 +160,7 @@ def test_the_vocabularys_losses_take_the_budget(policy, distilling):
     rollout = own_logprobs(policy, make_rollout(PROMPTS, LENGTHS, sets=False))
     for top_k in (None, TOP_K):
         run = distilling("forward_kl", top_k, 0.0)
-        run.distillation = replace(run.distillation, memory_budget="1000")
+        run.loss.distillation = replace(run.loss.distillation, memory_budget="1000")
         with pytest.raises(ValueError, match="memory_budget is too small"):
             gradients(run, rollout)
 
@@ -212,7 +214,7 @@ def test_the_policy_moves_towards_the_teacher(config, tmp_path, distillation):
     assert found[-1]["teacher_logprob"] > found[0]["teacher_logprob"]
     assert not [name for name in found[0] if name.startswith(("reward", "without", "eval"))]
     assert not any(
-        parameter.requires_grad for parameter in (run.teacher or run.distillation.teacher).model.parameters()
+        parameter.requires_grad for parameter in (run.teacher or run.loss.distillation.teacher).model.parameters()
     )
 
 
@@ -225,7 +227,7 @@ def test_the_sampled_form_is_an_advantage_beside_those_of_rewards(make_config, t
     set_seed(run.config.training.seed)
     run = make_run(run.config)  # as it was before the update
     with torch.no_grad():
-        (own, *_), (taught, *_) = (dense(model, rollout) for model in (run.policy, run.teacher))
+        (own, *_), (taught, *_) = (dense(model, rollout) for model in (run.models.policy, run.teacher))
     expected = 0.5 * (taught - own)
     if policy_coef:
         expected = expected + 2 * fastrl.group_advantages(rollout.rewards, rollout.groups)[:, None]
@@ -274,7 +276,7 @@ def test_adapters_learn_from_a_teacher(make_config, teacher):
     pytest.importorskip("peft")
     settings = {"distillation": {"teacher": teacher}, "model": {"lora_rank": 2}, "optimizer": {"lr": 1e-2}}
     run, found = play(make_config(**settings, training={"steps": 3, "minibatches": 1}))
-    assert not run.policy.head.weight.requires_grad and all(numbers["grad_norm"] > 0 for numbers in found)
+    assert not run.models.policy.head.weight.requires_grad and all(numbers["grad_norm"] > 0 for numbers in found)
     assert found[-1]["divergence"] != found[0]["divergence"]
 
 
@@ -326,10 +328,10 @@ def test_an_evaluation_without_a_reward_compares_greedy_completions(config, teac
     training = {"packing": packing, "micro_batch_tokens": size}
     data = {"eval_path": str(example / "eval.jsonl")}
     run = make_run(config(distillation=distillation, data=data, training=training, **tables))
-    run.held_out = run.held_out[:10]
+    run.data.held_out = run.data.held_out[:10]
     numbers = evaluate(run)
-    rollout = generate(run.policy, run.held_out, run.config.rollout, greedy=True)
-    models = (run.policy, run.distillation.teacher if run.distillation else run.teacher)
+    rollout = generate(run.models.policy, run.data.held_out, run.config.rollout, greedy=True)
+    models = (run.models.policy, run.loss.distillation.teacher if run.loss.distillation else run.teacher)
     _, log_q = both = [(dense_log_p(x, rollout)[0] / TEMPERATURE).log_softmax(-1) for x in models]
     if form == "top-k":
         both = [with_tail(x, log_q.topk(TOP_K).indices) for x in both]

@@ -13,10 +13,10 @@ from run_files import records, repeatable, write_toml
 
 import fastrl.training.rl.evaluation as module
 from fastrl.cli import main
+from fastrl.rewards.calls import RewardFunction
 from fastrl.training.config.train import EvaluationConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.parallel.world import ALONE
-from fastrl.training.rewards.functions import RewardFunction
 from fastrl.training.rewards.scoring import Rewards
 from fastrl.training.rl.evaluation import evaluate, majority_at_k, pass_at_k
 from fastrl.training.rl.train import train
@@ -82,10 +82,12 @@ def run(monkeypatch):
         config=SimpleNamespace(
             rollout=None, evaluation=evaluation, training=SimpleNamespace(seed=0), distillation=None
         ),
-        policy=SimpleNamespace(device=torch.device("cpu")),
+        models=SimpleNamespace(policy=SimpleNamespace(device=torch.device("cpu"))),
         world=ALONE,
-        rollouts=SimpleNamespace(evaluate=completions),
-        held_out=[Example("?", {"answer": answer}, [1]) for answer in "456"],
+        data=SimpleNamespace(
+            rollouts=SimpleNamespace(evaluate=completions),
+            held_out=[Example("?", {"answer": answer}, [1]) for answer in "456"],
+        ),
         rewards=Rewards([(metrics["right"], 10.0), (metrics["shy"], 1.0)]),
         functions=SimpleNamespace(metrics=list(metrics.values())),
         calls=calls,

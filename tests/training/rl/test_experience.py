@@ -16,11 +16,12 @@ import fastrl.training.rl.run as running
 from fastrl.base.errors import UserError
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import join, rollout_logprobs
-from fastrl.training.config.sections import RolloutConfig
-from fastrl.training.config.train import AdvantagesConfig, KLConfig
+from fastrl.training.config.algorithm import AdvantagesConfig, KLConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example
+from fastrl.training.rl.advantages import add_advantages
 from fastrl.training.rl.controllers import AdaptiveKL
-from fastrl.training.rl.experience import _shortened, add_advantages, collect
+from fastrl.training.rl.experience import _shortened, collect
 
 ROWS = 24  # six prompts of four completions each
 REWARDS = """
@@ -144,7 +145,7 @@ def test_groups_of_equal_rewards_are_sampled_anew(collected):
     assert len(rollout.input_ids) == ROWS
     found = [rollout.rewards[rollout.groups == group].tolist() for group in rollout.groups.unique()]
     assert len(found) == 6 and all(sorted(rewards) == [0, 0, 0, 1] for rewards in found)
-    assert run.rollouts.prompts.drawn == 6 + 3  # no more than were missing
+    assert run.data.rollouts.prompts.drawn == 6 + 3  # no more than were missing
     assert numbers["without_reward"] == 0 and numbers["reward"] == (3 + 3) / (ROWS + 3 * 4)
 
 
@@ -185,7 +186,7 @@ def test_where_nothing_varies_there_is_no_update_and_the_next_step_goes_on(confi
         **tables,
     )
     run, steps = play(config)
-    assert run.rollouts.prompts.drawn == 2 * 6 * (1 + refills)
+    assert run.data.rollouts.prompts.drawn == 2 * 6 * (1 + refills)
     for numbers in steps:
         assert numbers["refills"] == refills and numbers["kept"] == 0
         assert numbers["reward"] == 1 and "loss" not in numbers and numbers["kl_coef"] == pytest.approx(0.04)
@@ -267,7 +268,7 @@ def test_a_token_baseline_is_of_the_policys_own_probabilities(collected, packed,
     options = {"advantages": {"estimator": "optimal_token_baseline"}, "training": training, **kl}
     rollout, _, run = collected("rising", reward={"overlong_filter": True}, rollout={"temperature": 0.7}, **options)
     assert rollout.old_logprobs is None and rollout.response_advantages is None  # on-policy
-    log_p, _ = dense_log_p(run.policy, rollout)
+    log_p, _ = dense_log_p(run.models.policy, rollout)
     log_p = (log_p / 0.7).log_softmax(-1)
     own = log_p.gather(-1, rollout.targets[..., None])[..., 0]
     last = rollout.mask & (rollout.mask.cumsum(1) == rollout.mask.sum(1, keepdim=True))
@@ -286,7 +287,7 @@ def advantages(policy, bare_run):
     def advantages(rollout, kl=None, steps=(), policy=policy, **settings):
         run = bare_run(policy, fastrl.GRPO())
         run.config.advantages = AdvantagesConfig(**settings)
-        run.config.kl, run.kl = kl, kl and AdaptiveKL(kl, policy.device)
+        run.config.kl, run.loss.kl = kl, kl and AdaptiveKL(kl, policy.device)
         return add_advantages(run, rollout, list(steps))
 
     return advantages

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fastrl.training.config.train import Config
 from fastrl.training.rl.train import train
-from fastrl.training.run.checkpoint import NUMBERS
+from fastrl.training.run.folder import NUMBERS
 
 STEPS = 150  # more than are made until the last kill
 TABLES = {

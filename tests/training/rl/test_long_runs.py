@@ -19,8 +19,11 @@ from fastrl.base.errors import UserError
 from fastrl.integrations.transformers import SamplingMaskRecorder
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import rollout_logprobs
-from fastrl.training.config.sections import ModelConfig, RolloutConfig
-from fastrl.training.models.policy import checkpointing, load_policy, reference_of
+from fastrl.training.config.objective import reads_sampler
+from fastrl.training.config.sampling import RolloutConfig
+from fastrl.training.config.sections import ModelConfig
+from fastrl.training.models.decoder import checkpointing
+from fastrl.training.models.policy import load_policy, reference_of
 
 GRPO = {"objective": {"name": "grpo", "presets": {}, "kl_coef": 0.1}}
 FAST = {"schedule": "constant", "warmup_updates": 0, "lr": 1e-2}
@@ -46,17 +49,17 @@ def test_only_adapters_change_and_the_reference_is_the_model_without_them(make_c
     training = ONE["training"] | {"packing": packing}
     config = make_config(**GRPO, model=table, optimizer=FAST, training=training | {"steps": 1})
     run, (first,) = play(config)
-    before = weights(run.policy.model)
+    before = weights(run.models.policy.model)
     assert first["kl"] < 1e-9 and first["grad_norm"] > 0 and first["ratio_max"] == pytest.approx(1, abs=1e-6)
-    assert not run.policy.head.weight.requires_grad and run.policy.head.weight.grad is None
-    assert run.reference.model is run.policy.model
+    assert not run.models.policy.head.weight.requires_grad and run.models.policy.head.weight.grad is None
+    assert run.models.reference.model is run.models.policy.model
     run, steps = play(config.model_copy(update={"training": config.training.model_copy(update={"steps": 3})}))
     assert min(step["kl"] for step in steps[1:]) > 1e-3
-    after = weights(run.policy.model)
+    after = weights(run.models.policy.model)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     assert changed and all("lora_" in name for name in changed)
-    assert {name for name, p in run.policy.model.named_parameters() if p.requires_grad} >= changed
-    assert not any(p.requires_grad for name, p in run.policy.model.named_parameters() if "lora_" not in name)
+    assert {name for name, p in run.models.policy.model.named_parameters() if p.requires_grad} >= changed
+    assert not any(p.requires_grad for name, p in run.models.policy.model.named_parameters() if "lora_" not in name)
 
 
 def test_the_reference_of_adapters_is_the_model_from_before(load):
@@ -88,7 +91,7 @@ def test_a_checkpoint_of_adapters_loads_again(trained, tmp_path, spy):
     trained("base", training={"steps": 1})
     base = tmp_path / "base" / "checkpoints" / "step-000001"
     location = {"config": None, "tokenizer": None}
-    seen = spy(module, "trained", lambda _, run: run.policy)
+    seen = spy(module, "update", lambda _, run, rollout: run.models.policy)
     config = trained(**ONE, optimizer=FAST, model=location | {"path": str(base), "lora_rank": 2})
     directory = config.logging.output_dir / "checkpoints" / "step-000003"
     assert (directory / "adapter_model.safetensors").is_file() and not (directory / "model.safetensors").exists()
@@ -129,7 +132,7 @@ def test_checkpointed_layers_have_the_same_gradients_and_run_twice(load, bare_ru
         run = bare_run(policy, fastrl.GRPO(kl_coef=0.1), micro_batch_tokens=40, packing=packing)
         parts = len(run.micro_batches.cut(rollout.shapes()))
         run = with_critic(run, None if table else "own")
-        models = [policy.model, *([run.critic] if run.critic else [])]
+        models = [policy.model, *([run.models.critic] if run.models.critic else [])]
         mlps = [m for model in models for name, m in model.named_modules() if name.endswith("mlp")]
         calls = []
         for mlp in mlps:
@@ -181,14 +184,14 @@ def test_bfloat16_products_leave_weights_and_moments_in_float32(make_config, est
         **GRPO, **ONE, **tables, model={"dtype": "bfloat16"}, optimizer=FAST, advantages={"estimator": estimator}
     )
     run, steps = play(config)
-    models = [run.policy.model, *([run.critic] if run.critic else [])]
+    models = [run.models.policy.model, *([run.models.critic] if run.models.critic else [])]
     assert {p.dtype for model in models for p in model.parameters()} == {torch.float32}
     assert {v.dtype for state in run.optimizer.state.values() for v in state.values()} == {torch.float32}
     assert len(run.optimizer.state) == sum(len(list(model.parameters())) for model in models)
     assert all(numbers["skipped_updates"] == 0 and numbers["grad_norm"] > 0 for numbers in steps)
     assert steps[0]["kl"] < 1e-6  # policy and reference round alike
     # Not all weights are numbers that bfloat16 has.
-    assert not torch.equal(run.policy.head.weight.bfloat16().float(), run.policy.head.weight)
+    assert not torch.equal(run.models.policy.head.weight.bfloat16().float(), run.models.policy.head.weight)
 
 
 # --- the sampler against the training path --------------------------------------------------------------------------
@@ -206,7 +209,7 @@ def test_a_sampler_that_is_the_training_path_has_no_mismatch(make_config, table)
         output.logits[..., 3] += 1
         return output
 
-    run.policy.model.register_forward_hook(shift)
+    run.models.policy.model.register_forward_hook(shift)
     numbers, _ = module.take_step(run)
     assert numbers["mismatch/abs_log_ratio"] > 0.05 and numbers["mismatch/k3"] > 0.005
 
@@ -257,7 +260,7 @@ def test_a_run_with_a_correction_reads_what_the_recorder_saw(make_config, monkey
     config = make_config(objective={"name": "dapo"}, rollout_correction=table, training={"steps": 1, "minibatches": 1})
     run = running.make_run(config)
     first, _ = module.take_step(run)
-    assert run.reads_sampler and first["grad_norm"] > 0 and first["rollout_ess"] > 0.99
+    assert reads_sampler(run.loss.objective) and first["grad_norm"] > 0 and first["rollout_ess"] > 0.99
     told = SamplingMaskRecorder.logprobs
     monkeypatch.setattr(SamplingMaskRecorder, "logprobs", lambda *arguments: told(*arguments) - 5)
     numbers, _ = module.take_step(run)

@@ -94,9 +94,9 @@ def test_a_step_and_an_evaluation(make_config, guard, tmp_path, shared):
         set_seed(0)
         run = make_run(config)
         if guarded:
-            guard_policies(guard, run.policy, run.reference, run.distillation.teacher)
-            guard(run.critic, run.critic.decoder, run.critic.head)
-        run.step, run.held_out = 1, run.held_out[:4]
+            guard_policies(guard, run.models.policy, run.models.reference, run.loss.distillation.teacher)
+            guard(run.models.critic, run.models.critic.decoder, run.models.critic.head)
+        run.step, run.data.held_out = 1, run.data.held_out[:4]
         found.append(evaluate(run) | take_step(run)[0])
     first, second = ({k: x for k, x in numbers.items() if not k.startswith(("time/", "memory/"))} for numbers in found)
     assert {"kl", "divergence", "value_loss", "pretraining_loss", "eval/divergence"} <= first.keys()

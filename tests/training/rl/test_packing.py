@@ -20,7 +20,7 @@ import fastrl.training.rl.update as updating
 from fastrl.base.errors import UserError
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import rollout_logprobs
-from fastrl.training.models.policy import check_batches
+from fastrl.training.models.decoder import check_batches
 
 DEEP = {"num_hidden_layers": 2, "initializer_range": 0.5}
 # Attention that must not cross from one sequence into the next: plain, with a window shorter than a row, learned
@@ -181,8 +181,8 @@ def dense_gradient(run, rollout, clip):
 
     Returns the gradient, the loss, the critic's part of it, and how many values are clipped.
     """
-    logp, entropy, model = dense(run.policy, rollout)
-    critic = copy.deepcopy(run.critic).double()
+    logp, entropy, model = dense(run.models.policy, rollout)
+    critic = copy.deepcopy(run.models.critic).double()
     ratio, advantage = (logp - rollout.old_logprobs).exp(), rollout.response_advantages[:, None]
     gate = -torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)
     d = rollout.ref_logprobs - logp
@@ -210,9 +210,9 @@ def test_the_gradient_is_dense_float64_autograds(policy, bare_run, packing, kind
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
     assert float(metrics["value_loss"]) == pytest.approx(values, rel=1e-5)
     # Transformers' norms and rotary embeddings are float32 in a float64 model too.
-    size = len(expected) - sum(p.numel() for p in run.critic.parameters())
+    size = len(expected) - sum(p.numel() for p in run.models.critic.parameters())
     for part in (slice(size), slice(size, None)):
         assert_gradient(gradient[part], expected[part], 3e-6, rtol=1e-4)
     if kind == "own":  # none of its gradient reaches the policy
-        run.critic = None
+        run.models.critic = None
         torch.testing.assert_close(gradients(run, rollout)[0], gradient[:size], rtol=0, atol=1e-7)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel
 import fastrl.training.rl.train as module
 from fastrl.base.errors import UserError
 from fastrl.training.engines.transformers import checked_engine
-from fastrl.training.models.policy import check_batches
+from fastrl.training.models.decoder import check_batches
 
 # Its padded forward is right; its cache does not know how long a prompt is where the first layer has none of attention.
 MINIMAX = {

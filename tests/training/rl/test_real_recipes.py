@@ -39,7 +39,7 @@ from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import choose
 from fastrl.training.config.settings import load_settings
 from fastrl.training.config.train import Config
-from fastrl.training.rl.memory import loss_calls
+from fastrl.training.rl.forecast import loss_calls
 
 RECIPES = EXAMPLES / "real"
 GSM8K = [
@@ -99,7 +99,7 @@ def test_a_run_whose_engine_sleeps_differs_in_that_alone():
 @pytest.mark.parametrize("name", CASES)
 def test_the_budget_lets_a_gpu_take_the_cheapest_plan(name):
     config, case = load(name), CASES[name]
-    objective, _, _ = running._objective(config, torch.device("cpu"))
+    objective = running._loss(config, torch.device("cpu")).objective
     for call in loss_calls(config, objective, config.training.micro_batch_tokens):
         on_gpu = call.plan_call(case.vocab, case.hidden, False, config.model, "cuda")
         planned = on_gpu._replace(backend="triton")  # as where there is one

@@ -404,18 +404,18 @@ def check(run: Run, rollout: Rollout, formula: Formula) -> None:
         noisy = rollout.rollout_logprobs + torch.randn_like(rollout.rollout_logprobs)
         rollout = replace(rollout, rollout_logprobs=noisy.clamp(max=-0.01))  # still of probabilities
         x.sampler = rollout.rollout_logprobs.double()
-    perturbed = [run.policy.model] if run.critic is None else [run.policy.model, run.critic]
+    perturbed = [run.models.policy.model] if run.models.critic is None else [run.models.policy.model, run.models.critic]
     before = [copy.deepcopy(part.state_dict()) for part in perturbed]
     add_noise(0.05, *perturbed)
-    position = 0 if run.text is None else run.text.position
+    position = 0 if run.data.text is None else run.data.text.position
 
-    if isinstance(run.objective.covariance, CovarianceClip):
-        generator = run.objective.covariance.generator.clone_state()
+    if isinstance(run.loss.objective.covariance, CovarianceClip):
+        generator = run.loss.objective.covariance.generator.clone_state()
         x.draws = torch.rand(x.m.numel(), generator=generator, dtype=torch.float64).view_as(x.m)
-    parts = accumulate_gradients(run, rollout, torch.arange(len(x.m)), Stopwatch(run.policy.device))
+    parts = accumulate_gradients(run, rollout, torch.arange(len(x.m)), Stopwatch(run.models.policy.device))
     loss = sum(part["loss"].double() for part in parts)
-    if run.text is not None:
-        loss = pretrain(run, run.text, loss)["loss"]
+    if run.data.text is not None:
+        loss = pretrain(run, run.data.text, loss)["loss"]
     expected, gradients = expected_loss(run, rollout, formula, x, position)
     assert_close(loss, expected)
     parameters = [p for part in perturbed for p in part.parameters()]
@@ -443,29 +443,29 @@ def recorded(run: Run, rollout: Rollout, formula: Formula) -> SimpleNamespace:
         for row, m in zip(rollout.targets, rollout.completion_mask, strict=True)
     ]
     prompts = rollout.input_ids[:, : rollout.prompt_length]
-    answers = {tuple(example.token_ids): example.columns["answer"] for example in run.rollouts.prompts.examples}
+    answers = {tuple(example.token_ids): example.columns["answer"] for example in run.data.rollouts.prompts.examples}
     x.answers = [
         answers[tuple(row[m].tolist())]
         for row, m in zip(prompts, rollout.attention_mask[:, : rollout.prompt_length], strict=True)
     ]
     x.groups, x.rewards = rollout.groups.tolist(), rollout.rewards.double()
-    x.beta = float(run.kl.coef) if formula.beta is None and run.kl is not None else formula.beta
+    x.beta = float(run.loss.kl.coef) if formula.beta is None and run.loss.kl is not None else formula.beta
     x.reward_beta = x.beta if formula.kl is None else 0.0
     with torch.no_grad():
-        x.old, _, model = dense(run.policy, rollout)
-        x.old_log_p = dense_log_p(run.policy, rollout)[0]
+        x.old, _, model = dense(run.models.policy, rollout)
+        x.old_log_p = dense_log_p(run.models.policy, rollout)[0]
         if formula.policy is not None:
             assert_close(rollout.old_logprobs, x.old)
-        if run.reference is not None:
-            x.ref, _, _ = dense(run.reference, rollout)
+        if run.models.reference is not None:
+            x.ref, _, _ = dense(run.models.reference, rollout)
             assert_close(rollout.ref_logprobs, x.ref)
         else:
             assert rollout.ref_logprobs is None
             x.ref = torch.zeros_like(x.old)
-        if run.critic is not None:
-            x.old_values = dense_values(copy.deepcopy(run.critic).double(), model, rollout)
+        if run.models.critic is not None:
+            x.old_values = dense_values(copy.deepcopy(run.models.critic).double(), model, rollout)
             assert_close(rollout.old_values * x.m, x.old_values * x.m)
-        teacher = run.teacher or (run.distillation and run.distillation.teacher)
+        teacher = run.teacher or (run.loss.distillation and run.loss.distillation.teacher)
         if teacher is not None:
             (x.taught, *_), x.log_q = dense(teacher, rollout), dense_log_p(teacher, rollout)[0]
     x.sampler = None if rollout.rollout_logprobs is None else rollout.rollout_logprobs.double()
@@ -485,20 +485,20 @@ def rewarded(x: SimpleNamespace, formula: Formula, i: int, run: Run) -> float:
 
 def expected_loss(run: Run, rollout: Rollout, formula: Formula, x: SimpleNamespace, position: int):
     """The whole loss in float64, and its gradient for each parameter of the policy (and the critic)."""
-    x.logp, x.H, model = dense(run.policy, rollout)
+    x.logp, x.H, model = dense(run.models.policy, rollout)
     if formula.teacher is not None:
-        x.log_p, model = dense_log_p(run.policy, rollout)
+        x.log_p, model = dense_log_p(run.models.policy, rollout)
         loss = token_mean(x, formula.teacher(x))
         return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
     x.A = formula.advantages(x)
     assert 0.1 < ((x.logp - x.old).abs() * x.m).sum() / x.m.sum() < 2  # off-policy enough for every clip to act
-    terms = formula.policy(x) - float(run.objective.entropy_coef) * x.H
+    terms = formula.policy(x) - float(run.loss.objective.entropy_coef) * x.H
     if formula.kl is not None:
         terms = terms + x.beta * formula.kl(x)
     loss = formula.aggregate(x, terms)
     parameters = list(model.parameters())
-    if run.critic is not None:
-        critic = copy.deepcopy(run.critic).double()
+    if run.models.critic is not None:
+        critic = copy.deepcopy(run.models.critic).double()
         parameters += critic.parameters()
         values, old = dense_values(critic, model, rollout), x.old_values
         _, returns = gae(x, old, formula.critic_lam)
@@ -506,9 +506,9 @@ def expected_loss(run: Run, rollout: Rollout, formula: Formula, x: SimpleNamespa
         assert ((values - old).abs() * x.m).max() > 0.2
         squares = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
         loss = loss + 0.5 * token_mean(x, 0.5 * squares)
-    if run.text is not None and run.config.pretraining is not None:
+    if run.data.text is not None and run.config.pretraining is not None:
         size, length = run.config.pretraining.batch_size, run.config.pretraining.length
-        ids = (run.text.tokens.repeat(9))[position : position + size * length].view(size, length)
+        ids = (run.data.text.tokens.repeat(9))[position : position + size * length].view(size, length)
         log_p = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
         loss = loss - run.config.pretraining.coef * log_p.gather(-1, ids[:, 1:, None]).mean()
     return loss.detach(), torch.autograd.grad(loss, parameters, allow_unused=True)

@@ -14,8 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fastrl.cli import main
 from fastrl.training.rl.train import train
-from fastrl.training.run.checkpoint import NUMBERS, TENSORS
+from fastrl.training.run.checkpoint import TENSORS
 from fastrl.training.run.checksums import CHECKSUMS
+from fastrl.training.run.folder import NUMBERS
 
 STEPS = 6
 #: A reward that draws from every generator a run has, and sends the signals that a file asks for at the step it says.

@@ -4,9 +4,9 @@ import pytest
 from mistakes import error_of
 from run_files import records, repeatable, write_toml
 
+from fastrl.rewards.pool import FAILURES
 from fastrl.training.config.settings import load_settings
 from fastrl.training.config.train import Config
-from fastrl.training.rewards.pool import FAILURES
 from fastrl.training.rl.train import train
 
 COUNTS = {f"{prefix}/{name}" for prefix in ("reward", "evaluation") for name in FAILURES}

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import completion_texts, rollout_logprobs
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.config.stages import SampleConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.choice import make_sampler
@@ -108,9 +108,9 @@ def test_steps_and_evaluations_use_tools(make_config, task, packing):
         assert step["mismatch/abs_log_ratio"] < 1e-6 and step["turns"] > 1 and step["tool_tokens"] > 0
         assert step["length"] + step["tool_tokens"] <= 5
         assert 0 < step["time/tools"] < step["time/generate"]
-    rollout = run.rollouts.evaluate(run.held_out, greedy=False)
+    rollout = run.data.rollouts.evaluate(run.data.held_out, greedy=False)
     assert (rollout.completion_mask & ~rollout.drawn).any()
-    for text, example in zip(completion_texts(run.policy, rollout), run.held_out, strict=True):
+    for text, example in zip(completion_texts(run.models.policy, rollout), run.data.held_out, strict=True):
         if "=" in text and text.index("=") < 3:
             assert text.partition("=")[2].startswith(example.columns["answer"])
 
@@ -149,7 +149,7 @@ class Copy:
     assert steps[0] == 0 <= steps[1] < 1 == steps[2]
     assert numbers[0]["mismatch/abs_log_ratio"] < 1e-6 < numbers[2]["mismatch/abs_log_ratio"]
     assert all(step["turns"] > 1 for step in numbers)
-    threads = run.rollouts.completions.engine.engine.threads
+    threads = run.data.rollouts.completions.engine.engine.threads
     assert threads[:3] == ["MainThread"] * 3 and "fastrl-draw" in threads
 
 

@@ -12,7 +12,7 @@ import fastrl
 from fastrl.integrations.transformers import SamplingMaskRecorder
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import rollout_logprobs
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.parallel.timing import Stopwatch
 from fastrl.training.rl.train import train
 from fastrl.training.rl.update import accumulate_gradients

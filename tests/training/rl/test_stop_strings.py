@@ -7,7 +7,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fastrl.training.batches.rollout import completion_texts
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.protocol import Request, Sampling
 from fastrl.training.engines.transformers import TransformersEngine, _Ends

@@ -25,11 +25,11 @@ from fastrl import SamplingMask
 from fastrl.training.batches.distillation import Distillation
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import hidden_states, join, rollout_logprobs
+from fastrl.training.config.algorithm import AdvantagesConfig, KLConfig
 from fastrl.training.config.sections import TeacherConfig
-from fastrl.training.config.train import AdvantagesConfig, KLConfig
+from fastrl.training.rl.advantages import add_advantages, whitened
 from fastrl.training.rl.controllers import AdaptiveKL
-from fastrl.training.rl.experience import add_advantages, whitened
-from fastrl.training.rl.metrics import describe
+from fastrl.training.rl.metrics import shape_metrics
 
 COUNTED = [True] * 7 + [False]
 TOOL = {"old_logprobs": 9.0, "ref_logprobs": -9.0, "rollout_logprobs": 5.0, "returns": 99.0, "old_values": 77.0}
@@ -57,8 +57,8 @@ def drawn(rollout):
 
 def dense_gradient(run, rollout, drawn, mean):
     """By autograd in float64 on whole logits: PPO's clip with k3, an entropy bonus and a critic's loss."""
-    logp, entropy, model = dense(run.policy, rollout)
-    critic = copy.deepcopy(run.critic).double()
+    logp, entropy, model = dense(run.models.policy, rollout)
+    critic = copy.deepcopy(run.models.critic).double()
     ratio, advantage = (logp - rollout.old_logprobs).exp(), rollout.response_advantages[:, None]
     d = rollout.ref_logprobs - logp
     terms = -torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage) + 0.3 * (d.exp() - 1 - d)
@@ -89,7 +89,7 @@ def test_loss_and_gradient_are_those_of_the_drawn_tokens_in_float64(
     expected, loss = dense_gradient(run, rollout, drawn, mean)
     assert metrics["tokens"] == drawn.sum() < rollout.completion_mask.sum()
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
-    size = len(expected) - sum(p.numel() for p in run.critic.parameters())
+    size = len(expected) - sum(p.numel() for p in run.models.critic.parameters())
     for part in (slice(size), slice(size, None)):
         # Transformers' norms and rotary embeddings are float32 in a float64 model too.
         assert_gradient(gradient[part], expected[part], 3e-6, rtol=1e-4)
@@ -170,7 +170,7 @@ def test_gae_goes_from_drawn_token_to_drawn_token(policy, bare_run, rollout, dra
     run = with_critic(bare_run(policy, fastrl.PPO()), "own")
     run.config.advantages = AdvantagesConfig(estimator="gae", gamma=0.9, lam=0.7, whiten=whiten)
     run.config.kl = KLConfig(place="reward", kind="k1", coef=0.3)
-    run.kl = AdaptiveKL(run.config.kl, torch.device("cpu"))
+    run.loss.kl = AdaptiveKL(run.config.kl, torch.device("cpu"))
     found = add_advantages(run, rollout, [])
     for row in range(len(drawn)):
         names = ("old_logprobs", "ref_logprobs", "old_values")
@@ -245,9 +245,9 @@ def test_a_selection_and_a_join_know_whose_tokens_they_hold(rollout):
 
 def test_lengths_are_of_drawn_tokens_and_turns_are_counted(rollout):
     rollout = replace(rollout, counted=None)
-    numbers = describe(rollout, torch.tensor([True] * 6 + [False] * 2), None, {}, [0] * 8)
+    numbers = shape_metrics(rollout, torch.tensor([True] * 6 + [False] * 2))
     assert numbers["length"] == sum([2, 4, 1, 2, 5, 1, 2, 3]) / 8
     assert numbers["tool_tokens"] == (0 + 2 + 0 + 2 + 1 + 0 + 1 + 2) / 8
     assert numbers["turns"] == (1 + 2 + 1 + 2 + 2 + 1 + 2 + 2) / 8
-    plain = describe(replace(rollout, drawn=None), torch.tensor([True] * 8), None, {}, [0] * 8)
+    plain = shape_metrics(replace(rollout, drawn=None), torch.tensor([True] * 8))
     assert plain == {"length": sum(LENGTHS) / 8, "truncated": 0.0}

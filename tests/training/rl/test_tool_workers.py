@@ -10,7 +10,7 @@ from run_files import checkpoints, records
 
 from fastrl.base.errors import UserError
 from fastrl.training.batches.rollout import completion_texts
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.rl.train import train
@@ -158,6 +158,6 @@ def tools(prompts, completions, **columns):
 """)
     config = make_config(rollout={"tools": f"{tmp_path}/mine.py:tools"}, evaluation={"every": 1})
     run, numbers = play(config)
-    run.rollouts.evaluate(run.held_out[:4], greedy=True)
-    assert run.rollouts.completions.engine.numbers == {}
+    run.data.rollouts.evaluate(run.data.held_out[:4], greedy=True)
+    assert run.data.rollouts.completions.engine.numbers == {}
     assert all(0 < step["tools/crashes"] <= 24 for step in numbers)

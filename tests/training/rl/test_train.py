@@ -46,7 +46,7 @@ def test_fewer_prompts_than_a_step_draws_are_told(trained, write_rows, capsys):
 
 
 def test_a_checkpoint_reloads_and_can_be_trained_further(trained, spy):
-    seen = spy(module, "trained", lambda _, run: run.policy.model.state_dict())
+    seen = spy(module, "update", lambda _, run, rollout: run.models.policy.model.state_dict())
     config = trained()
     directory = config.logging.output_dir / "checkpoints" / "step-000002"
     model = AutoModelForCausalLM.from_pretrained(directory)
@@ -74,7 +74,7 @@ def test_on_policy_and_given_old_logprobs_agree(trained, monkeypatch):
     update = module.update
 
     def with_old(run, rollout):
-        old = rollout_logprobs(run.policy, rollout, run.config.rollout.temperature, MicroBatches(None))
+        old = rollout_logprobs(run.models.policy, rollout, run.config.rollout.temperature, MicroBatches(None))
         return update(run, replace(rollout, old_logprobs=old))
 
     monkeypatch.setattr(module, "update", with_old)

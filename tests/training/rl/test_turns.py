@@ -8,10 +8,10 @@ from doc_pages import page_of
 
 from fastrl import SamplingMask
 from fastrl.base.errors import UserError
+from fastrl.rewards.transcript import Transcript
 from fastrl.training.batches.rollout import completion_texts
-from fastrl.training.config.sections import RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.data.examples import Example
-from fastrl.training.data.transcript import Transcript
 from fastrl.training.engines.choice import make_sampler
 from fastrl.training.engines.protocol import Completion, EngineUnavailable
 from fastrl.training.engines.sampler import CompletionSampler

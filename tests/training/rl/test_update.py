@@ -8,7 +8,7 @@ from digit_models import OBJECTIVES
 from rollouts import LENGTHS, PROMPTS, gradients, make_rollout, own_logprobs
 
 from fastrl.training.config.sections import OptimizerConfig
-from fastrl.training.rl.update import merge_metrics
+from fastrl.training.rl.metrics import merge_metrics
 from fastrl.training.run.optimizer import make_optimizer
 
 

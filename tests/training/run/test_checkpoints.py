@@ -12,10 +12,11 @@ from mistakes import error_of
 from run_files import checkpoints, strict_json
 
 import fastrl.training.run.checkpoint as module
+import fastrl.training.run.folder as folder
 from fastrl.base.errors import UserError
 from fastrl.training.rl.train import train
-from fastrl.training.run.checkpoint import NUMBERS
 from fastrl.training.run.checksums import CHECKSUMS, damage, write_checksums
+from fastrl.training.run.folder import NUMBERS
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [2, 3, 4]), (0, [1, 2, 3, 4]), (1, [4])])
@@ -74,9 +75,9 @@ def test_another_config_is_refused_field_by_field(make_config, trained, tables, 
 def test_a_field_that_an_earlier_version_did_not_know_had_its_default(make_config):
     before = make_config().model_dump(mode="json")
     del before["model"]["logits_dtype"]
-    assert module._changes(before, make_config(), "training.steps") == []
+    assert folder._changes(before, make_config(), "training.steps") == []
     other = make_config(model={"logits_dtype": "float32"})
-    assert module._changes(before, other, "training.steps") == ["model.logits_dtype was None and is now 'float32'"]
+    assert folder._changes(before, other, "training.steps") == ["model.logits_dtype was None and is now 'float32'"]
 
 
 def test_numbers_that_json_lacks_are_compared_too_also_with_what_an_earlier_version_wrote(

@@ -12,12 +12,11 @@ from mistakes import error_of
 from run_files import checkpoints, json_lines, records, state
 from safetensors import safe_open
 
-import fastrl.training.rl.experience as experience
+import fastrl.training.rl.advantages as module_of_advantages
 import fastrl.training.rl.train as module
 import fastrl.training.rl.update as updating
 from fastrl.base.errors import UserError
-from fastrl.training.batches.rollout import Rollout
-from fastrl.training.rl.metrics import describe
+from fastrl.training.rl.metrics import reward_metrics
 from fastrl.training.rl.train import train
 from fastrl.training.run.health import Watch
 
@@ -30,7 +29,7 @@ def poison(monkeypatch):
 
     def poison(rollouts, value=math.nan, rows=slice(1)):
         count = iter(range(1, 100))
-        advantages = experience.group_advantages
+        advantages = module_of_advantages.group_advantages
 
         def poisoned(*args, **kwargs):
             found = advantages(*args, **kwargs)
@@ -38,7 +37,7 @@ def poison(monkeypatch):
                 found[rows] = value
             return found
 
-        monkeypatch.setattr(experience, "group_advantages", poisoned)
+        monkeypatch.setattr(module_of_advantages, "group_advantages", poisoned)
 
     return poison
 
@@ -49,14 +48,14 @@ def snapshots(monkeypatch):
     seen, update = [], module.update
 
     def snapshot(run):
-        parameters = dict(run.policy.model.named_parameters())
+        parameters = dict(run.models.policy.model.named_parameters())
         return copy.deepcopy((parameters, run.optimizer.state_dict(), run.scheduler.state_dict()))
 
     def spy(run, rollout):
         if not seen:
             seen.append(snapshot(run))
         numbers = update(run, rollout)
-        assert all(p.grad is None for p in run.policy.model.parameters())
+        assert all(p.grad is None for p in run.models.policy.model.parameters())
         seen.append(snapshot(run))
         return numbers
 
@@ -174,7 +173,7 @@ def test_a_policy_that_diverged_is_told_with_what_to_change_and_takes_no_checkpo
     def diverging(run, rollout):
         numbers = update(run, rollout)
         if run.step == 2:
-            run.policy.head.weight.data.mul_(math.nan)
+            run.models.policy.head.weight.data.mul_(math.nan)
         return numbers
 
     monkeypatch.setattr(module, "update", diverging)
@@ -263,8 +262,7 @@ def test_ctrl_c_in_a_reward_is_the_users(rewarded):
 @pytest.mark.parametrize(
     ("condition", "expected"),
     [
-        ("20 < len(prompts) < 100", "on samples 0 to 23 together, on neither half of them alone"),
-        ("6 < len(prompts) < 100", "on samples 0 to 11 together, on neither half of them alone"),
+        ("20 < len(prompts) < 100", "on samples 0 to 23 together, on none of them alone"),
         ("completions", "on sample 0: prompt "),
     ],
 )
@@ -344,20 +342,18 @@ def test_tokens_of_another_policy_are_told_at_once_and_once():
 
 
 def test_which_groups_have_no_variance():
-    mask = torch.ones(8, 3, dtype=torch.bool)
-    rollout = Rollout(torch.zeros(8, 3, dtype=torch.long), mask, 0)
     groups = [0, 0, 1, 1, 2, 2, 3, 3]
 
-    def share(rewards, groups=groups, compared=None):
-        return describe(rollout, mask[:, 0], rewards, {}, groups, compared).get("without_variance")
+    def share(rewards, groups=groups, told_apart=None):
+        return reward_metrics(rewards, groups, told_apart or [[x] for x in rewards]).get("without_variance")
 
     assert share([1.0, 2.0, 1.0, 1.0, None, None, None, 3.0]) == 3 / 4
     assert share([1.0, 2.0] * 4) == 0
     assert share([1.0, 2.0] * 4, list(range(8))) is None  # one completion per prompt: nothing to compare
     # Of process rewards it is the steps' that differ, within a completion too.
     steps = [[0.0, 1.0], [], [1.0], [1.0], [], [], [0.0], [1.0]]
-    assert share([1.0, 2.0] * 4, compared=steps) == 2 / 4
-    assert share([1.0, 2.0] * 3 + [1.0, None], compared=steps) == 3 / 4
+    assert share([1.0, 2.0] * 4, told_apart=steps) == 2 / 4
+    assert share([1.0, 2.0] * 3 + [1.0, None], told_apart=steps) == 3 / 4
 
 
 @pytest.mark.parametrize(

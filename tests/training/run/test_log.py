@@ -13,8 +13,9 @@ from run_files import json_lines, records, strict_json
 
 from fastrl.base.errors import UserError
 from fastrl.report.report import write_report
+from fastrl.training.parallel.world import World
 from fastrl.training.rl.train import SHOWN, train
-from fastrl.training.run.facts import run_facts
+from fastrl.training.run.banner import run_facts
 from fastrl.training.run.log import FILES, RunLog
 
 LINE = re.compile(
@@ -35,7 +36,7 @@ def open_log(make_config):
 
     def open_log(folder="run", step=0, facts=None, **logging):
         config = make_config(folder, logging=logging)
-        return RunLog(config, config.logging, "grpo", 4, SHOWN, step, facts)
+        return RunLog(config, "grpo", 4, SHOWN, step, facts or {})
 
     return open_log
 
@@ -121,7 +122,7 @@ def test_every_file_is_json_whatever_it_holds(open_log, make_config):
     message = {"role": "user", "content": "1=", "name": "\ud800", "weight": math.nan, "day": datetime.date(2026, 1, 2)}
     arguments = {"reward": {"arguments": {"reward": {"limit": math.inf, "mark": "\udfff"}}}}
     config = make_config(**arguments, optimizer={"max_grad_norm": math.inf})
-    with RunLog(config, config.logging, "grpo", 1, SHOWN) as log:
+    with RunLog(config, "grpo", 1, SHOWN, 0, {}) as log:
         log.write(1, {"reward": math.nan}, [{"prompt": [message], "completion": "\udc80", "reward": None}])
         log.summarize({"seconds": math.inf})
     read = {
@@ -140,20 +141,20 @@ def test_every_file_is_json_whatever_it_holds(open_log, make_config):
 def test_the_facts_of_a_run(open_log, make_config):
     model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 1))
     config = make_config(training={"seed": 3, "threads": 1, "device": "cpu"})
-    facts = run_facts(config, config.name, model, torch.device("cpu"))
+    facts = run_facts(config, config.name, model, World(torch.device("cpu")))
     assert list(facts) == ["objective", "model", "parameters", "dtype", "device", "seed", "versions"]
     assert facts["objective"] == "grpo" and facts["parameters"] == "1,261, all trained" and facts["seed"] == "3"
     assert facts["model"] == str(config.model.config or config.model.path)
     assert facts["device"].endswith("(CPU, 1 thread)") and f"torch {torch.__version__}" in facts["versions"]
     model[0].requires_grad_(False)
     narrow = make_config("narrow", model={"dtype": "bfloat16", "logits_dtype": "float32", "lora_rank": 2})
-    facts = run_facts(narrow, narrow.name, model, torch.device("meta"))
+    facts = run_facts(narrow, narrow.name, model, World(torch.device("meta")))
     assert facts["parameters"] == "31 trained of 1,261, in adapters of rank 2" and facts["device"] == "meta"
     assert facts["dtype"] == "products in bfloat16, logits in float32; weights in float32"
     stage = SimpleNamespace(
         model=config.model, training=config.training, loss=SimpleNamespace(name="ipo"), distillation=config.model
     )
-    assert run_facts(stage, "dpo", model, torch.device("cpu"))["objective"] == "ipo, with a teacher"
+    assert run_facts(stage, "dpo", model, World(torch.device("cpu")))["objective"] == "ipo, with a teacher"
     for step, label in ((0, "started"), (2, "resumed after step 2")):
         with open_log(step=step, facts=facts) as log:
             written = json.loads((log.directory / "facts.json").read_text())

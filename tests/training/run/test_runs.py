@@ -390,12 +390,12 @@ def test_a_record_that_lacks_steps_is_told(arguments, at_step, tmp_path, capfd):
 def test_a_model_that_cannot_be_saved_is_in_the_checkpoint(arguments, tmp_path, capfd, monkeypatch):
     command, folder = arguments("sft", "run"), tmp_path / "run"
 
-    def full(stage: Any, directory: Path, weights: None) -> None:
+    def full(model: Any, directory: Path, state_dict: None) -> None:
         (directory / "model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fastrl.training.stages.loop.PolicyStage.save", full)
+        patch.setattr("fastrl.training.stages.loop.save_pretrained", full)
         assert main(command) == 2
     assert capfd.readouterr().err.splitlines()[-1] == (
         f"fastrl: {folder / 'model'}: cannot save the model: [Errno 28] No space left on device; it is in "

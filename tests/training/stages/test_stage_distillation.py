@@ -9,7 +9,7 @@ from mistakes import error_of
 from run_files import records
 from teachers import exact_divergence, rename_token, save_teacher
 
-import fastrl.training.models.policy as loading
+import fastrl.training.models.model as loading
 from fastrl.base.errors import UserError
 from fastrl.training.batches.distillation import Distillation
 from fastrl.training.batches.micro_batches import MicroBatches

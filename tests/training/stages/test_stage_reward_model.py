@@ -15,7 +15,7 @@ from fastrl.training.config.stages import RewardModelConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.data.prompts import PromptFormat
 from fastrl.training.models.loading import load_tokenizer
-from fastrl.training.models.policy import load_model
+from fastrl.training.models.model import load_model
 from fastrl.training.rewards.model import MEAN, RewardModel, score_sequences
 from fastrl.training.stages.loop import measure, save_model
 from fastrl.training.stages.reward_model import Ranked, RewardModelStage, train
@@ -66,7 +66,8 @@ def test_it_ranks_held_out_responses_and_its_mean_is_0(trained):
 
 def test_a_score_is_the_last_tokens_whatever_stands_beside_it(trained):
     path, *_ = trained
-    model, small = RewardModel.load(path, CPU), RewardModel.load(path, CPU, batch_size=3)
+    model, small = RewardModel.load(path, CPU), RewardModel.load(path, CPU)
+    small.batch_size = 3
     texts = ["7", "789789", "", "77"]
     alone = [score for text in texts for score in scored(model, text)]
     assert scored(model, *texts) == pytest.approx(alone, abs=1e-5)

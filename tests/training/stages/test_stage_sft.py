@@ -10,13 +10,14 @@ from run_files import json_lines, records
 from transformers import AutoModelForCausalLM
 
 from fastrl.base.errors import UserError
+from fastrl.rewards.transcript import Transcript
 from fastrl.training.batches.micro_batches import MicroBatches
 from fastrl.training.batches.rollout import completion_texts
-from fastrl.training.config.sections import ModelConfig, OptimizerConfig, RolloutConfig
+from fastrl.training.config.sampling import RolloutConfig
+from fastrl.training.config.sections import ModelConfig, OptimizerConfig
 from fastrl.training.config.stages import SFTConfig, TokenTrainingConfig
 from fastrl.training.data.examples import Example
 from fastrl.training.data.prompts import PromptFormat
-from fastrl.training.data.transcript import Transcript
 from fastrl.training.models.policy import load_policy
 from fastrl.training.stages.loop import _check_finite, _clip, measure, save_model
 from fastrl.training.stages.rows import Tokens

@@ -7,8 +7,8 @@ from doc_pages import page_of
 from mistakes import error_of
 
 from fastrl.base.errors import UserError
+from fastrl.rewards.loading import forget_files, load_reward
 from fastrl.training.data.examples import Example
-from fastrl.training.rewards.functions import forget_files, load_reward
 
 EXAMPLES = [Example("1=", {"answer": "1"}, [1]), Example("2=", {"answer": "2"}, [2])]
 

@@ -11,30 +11,22 @@ built-in one.
 Nothing here imports torch: worker processes (`worker.py`) import this module too.
 """
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastrl.base.errors import UserError
-from fastrl.rewards.names import BUILT_IN, name_of
-from fastrl.training.data.transcript import messages_of
-from fastrl.training.rewards.foreign import foreign_code
+from fastrl.rewards.foreign import foreign_code
+from fastrl.rewards.transcript import messages_of
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
-
-_GIVEN = ("prompts", "completions", "opened")  # by the trainer, not by a config
 
 
 class Prompted(Protocol):
@@ -133,7 +125,7 @@ class RewardFunction:
 
         It is not called, so `completions` and `first` are only for workers, whose tasks have them.
         """
-        signature, example = _signature(self.function), examples[0]
+        signature, example = signature_of(self.function), examples[0]
         given = {"prompts", "completions", *example.columns, *self.arguments}
         if self.takes_opened:
             given.add("opened")
@@ -189,22 +181,17 @@ class RewardFunction:
             results = self.function(prompts=prompts, completions=texts, **(columns | self.arguments))
             return wait_for(results) if inspect.isawaitable(results) else results
 
-    def _culprit(self, examples: Sequence[Prompted], completions: Sequence[str], offset: int) -> str:
-        """Describe the sample on which the function raises, found by calling it again on halves of its input."""
-        first, end = 0, len(examples)
-        while end - first > 1:
-            middle = (first + end) // 2
-            for half in (slice(first, middle), slice(middle, end)):
-                try:
-                    self._call(examples[half], completions[half])
-                except KeyboardInterrupt:
-                    raise
-                except BaseException:
-                    first, end = half.start, half.stop
-                    break
-            else:  # it needs samples of both halves, or outside state has changed
-                return f"samples {offset + first} to {offset + end - 1} together, on neither half of them alone"
-        return f"sample {offset + first}: {show_sample(examples[first], completions[first])}"
+    def _culprit(self, examples: Sequence[Prompted], completions: Sequence[str], first: int) -> str:
+        """Describe the sample on which the function raises, found by calling it with one at a time."""
+        for index, (example, completion) in enumerate(zip(examples, completions, strict=True), first):
+            try:
+                self._call([example], [completion])
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
+                return f"sample {index}: {show_sample(example, completion)}"
+        # It needs several of them, or outside state has changed.
+        return f"samples {first} to {first + len(examples) - 1} together, on none of them alone"
 
     def _number(self, value: Any, index: int, examples: Sequence[Prompted], first: int) -> float | None:
         if value is None:
@@ -280,93 +267,12 @@ def _event_loop() -> "AbstractEventLoop":
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load_reward(
-    source: str, arguments: dict[str, Any] | None = None, what: str = "reward function", share: Share = alone
-) -> RewardFunction:
-    """Import `path/to/file.py:function`, a `what`, or take `fastrl.rewards.NAME`, to be called with these arguments.
-
-    Raises UserError naming the file (and line) if that fails, and for an argument that the function does not name.
-    """
-    name, arguments = name_of(source), arguments or {}
-    function = _built_in(source) if source.startswith(BUILT_IN) else _from_file(source, what)
-    signature = _signature(function)
-    parameters = set() if signature is None else signature.parameters.keys()
-    if arguments and signature is None:
-        raise UserError(f"reward.arguments.{name}: {source} does not say which parameters it has")
-    for argument in arguments:  # not in its **columns: a misspelt name would be lost there
-        if argument not in parameters or argument in _GIVEN:
-            raise UserError(f"reward.arguments.{name}: {source} has no parameter {argument!r}")
-    if source.startswith(BUILT_IN):
-        try:
-            function(prompts=[], completions=[], **arguments)
-        except (ImportError, TypeError, ValueError) as error:
-            raise UserError(f"reward.arguments.{name}: {error}") from error
-    return RewardFunction(function, name, source, arguments, "opened" in parameters, share)
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     """A function's signature; None for something compiled that does not say."""
     try:
         return inspect.signature(function)
     except ValueError:
         return None
-
-
-def _built_in(source: str) -> Callable[..., Any]:
-    module = importlib.import_module(BUILT_IN.removesuffix("."))
-    name = name_of(source)
-    if name not in module.__all__:
-        names = ", ".join(BUILT_IN + name for name in module.__all__)
-        raise UserError(f"reward function: {source} is none of the built-in ones, which are {names}")
-    function: Callable[..., Any] = getattr(module, name)
-    return function
-
-
-def _from_file(source: str, what: str) -> Callable[..., Any]:
-    return import_function(source, what, f' or "{BUILT_IN}NAME"')
-
-
-def import_function(source: str, what: str, otherwise: str = "") -> Callable[..., Any]:
-    """Import `path/to/file.py:function`, a `what`. Raises UserError naming the file (and line) if that fails."""
-    file, separator, name = source.rpartition(":")
-    if not separator or not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f'{what}: expected "path/to/file.py:function"{otherwise}, got {source!r}')
-    path = Path(file)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file ({what})")
-    module = _import(path.resolve())
-    function = getattr(module, name, None)
-    if not callable(function):
-        available = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-        raise UserError(f"{file}: has no function {name!r}; it has {', '.join(available) or 'none'}")
-    checked: Callable[..., Any] = function
-    return checked
-
-
-def forget_files() -> None:
-    """Have files run anew from now on: a run does not begin with what an earlier one in this process left in them."""
-    _import.cache_clear()
-
-
-@cache
-def _import(path: Path) -> ModuleType:
-    """The file's module, which a run runs once: a reward and a tool in it share what it holds."""
-    spec = importlib.util.spec_from_file_location(f"fastrl_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path}: cannot be imported as a Python module")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling look up their module here
-    try:
-        with foreign_code():
-            spec.loader.exec_module(module)
-    except SyntaxError as error:
-        where = f"{error.filename}:{error.lineno}" if error.filename else str(path)
-        raise UserError(f"{where}: {error.msg}") from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # foreign code, as above
-        raise UserError(f"{path}: importing it raised {describe_error(error)}") from error
-    return module
 
 
 def describe_error(error: BaseException) -> str:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from fastrl.rewards.foreign import beside_trainer, foreign_code
+from fastrl.rewards.loading import forget_files, load_reward
 from fastrl.training.data.examples import Example
-from fastrl.training.rewards.foreign import beside_trainer, foreign_code
-from fastrl.training.rewards.functions import forget_files, load_reward
 
 SPOIL = """
 import random, numpy, torch

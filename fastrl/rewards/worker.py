@@ -69,7 +69,7 @@ def main() -> None:
     sys.path[:] = setup.path
     _fastrl_without_torch()
     from fastrl.base.errors import UserError
-    from fastrl.training.rewards.functions import load_reward
+    from fastrl.rewards.loading import load_reward
 
     try:
         if setup.memory_limit is not None:
@@ -113,7 +113,7 @@ def _die_with(lifeline: int) -> None:
 
 def _fastrl_without_torch() -> None:
     """Stand in for the package `fastrl`, whose `__init__` imports torch, until one of its own names is asked for."""
-    folder = Path(__file__).resolve().parents[2]
+    folder = Path(__file__).resolve().parents[1]
     spec = importlib.util.spec_from_file_location(
         "fastrl", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )

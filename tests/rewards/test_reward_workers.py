@@ -14,11 +14,11 @@ from doc_pages import page_of
 from mistakes import error_of
 
 from fastrl.base.errors import UserError
-from fastrl.training.config.sections import RewardConfig
+from fastrl.rewards import pool as worker_pool
+from fastrl.rewards import worker as reward_worker
+from fastrl.rewards.loading import load_reward
+from fastrl.training.config.sampling import RewardConfig
 from fastrl.training.data.examples import Example
-from fastrl.training.rewards import pool as worker_pool
-from fastrl.training.rewards import worker as reward_worker
-from fastrl.training.rewards.functions import load_reward
 from fastrl.training.rewards.scoring import RewardFunctions
 
 pytestmark = pytest.mark.usefixtures("limited")
@@ -448,7 +448,8 @@ TRAINER = """
 import os, runpy, signal, sys, threading, time
 from types import SimpleNamespace
 runpy.run_path(sys.argv[4])["_fastrl_without_torch"]()  # which this test does not need
-from fastrl.training.rewards.pool import PooledFunction, WorkerPool
+from fastrl.rewards.pool import WorkerPool
+from fastrl.rewards.pooled import PooledFunction
 
 def start():
     global function
