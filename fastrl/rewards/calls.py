@@ -264,7 +264,7 @@ def _event_loop() -> "AbstractEventLoop":
     return loop
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+# --- what loading needs too -------------------------------------------------------------------------------------------
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -94,6 +94,6 @@ def _import(path: Path) -> ModuleType:
         raise UserError(f"{where}: {error.msg}") from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # foreign code, as above
+    except BaseException as error:  # foreign code: its user must fix whatever it raises
         raise UserError(f"{path}: importing it raised {describe_error(error)}") from error
     return module
