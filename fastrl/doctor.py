@@ -22,7 +22,7 @@ TESTED = {
 OPTIONAL = {
     "data.path: Parquet, a hub's dataset": ("datasets", "pyarrow"),
     "reward.function: fastrl.rewards.math": ("math_verify",),
-    "rollout.url: vLLM's or SGLang's server": ("httpx2",),
+    "rollout.url: an engine's server": ("httpx2",),
     "rollout.url: weights by NCCL, CUDA IPC": ("vllm",),
     "model.lora_rank": ("peft",),
     "logging.wandb": ("wandb",),

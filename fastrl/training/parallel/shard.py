@@ -78,7 +78,7 @@ def spread_state(
     like: Mapping[str, Tensor] = MappingProxyType({}),
     trained: bool = False,
 ) -> None:
-    """Give a sharded model rank 0's state, as `gathered_state` returns it; other ranks' has no meaning.
+    """Give a model rank 0's state, as `gathered_state` returns it; other ranks' has no meaning.
 
     Tensors are taken out of it, so that no rank holds whole what has been laid out. Those in `like` are laid out so
     already.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -51,14 +51,11 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     """
     prompts, completions = config.rollout.prompts_per_step, config.rollout.num_generations
     what = f"{config.name}: {config.training.steps} steps of {prompts} prompts x {completions} completions"
-    with ExitStack() as stack:
 
-        def make(config: Config, world: World) -> Loop:
-            run = make_run(config, world)
-            stack.enter_context(closing(run.functions))
-            return TrainLoop(run)
+    def make(config: Config, world: World) -> Loop:
+        return TrainLoop(make_run(config, world))
 
-        return run_loop(config, "train", "training.steps", what, resume, make)
+    return run_loop(config, "train", "training.steps", what, resume, make)
 
 
 class TrainLoop(Loop):
@@ -67,7 +64,7 @@ class TrainLoop(Loop):
     def __init__(self, run: Run) -> None:
         self.run, self.config, self.name, self.steps = run, run.config, run.config.name, run.config.training.steps
         self.shown = [name for name in SHOWN if name != "kl" or run.loss.objective.kl is not None]
-        self.memory, self.micro_batches = run.memory, run.update_batches
+        self.memory, self.micro_batches, self.closing = run.memory, run.update_batches, closing(run.functions)
         prompts, policy, models = run.data.rollouts.prompts, run.models.policy, dict[str, torch.nn.Module]()
         longest = run.data.longest
         count = f"{len(prompts.examples)} prompts" if isinstance(prompts, PromptSampler) else "streamed prompts"

@@ -69,10 +69,12 @@ def write_checkpoint(
     optimizer = trained.optimizer.state_dict()
     moments = ((f"{index}.{name}", x) for index, each in optimizer["state"].items() for name, x in each.items())
     kept = {**tensors, **whole_on_main(moments, world)}
-    weights = {
-        file: gathered_state(model, world, trained=trained.has_adapters and not file)
-        for file, model in trained.everything.items()
-    }
+
+    def state_of(file: str) -> dict[str, Tensor]:
+        return gathered_state(trained.everything[file], world, trained=trained.has_adapters and not file)
+
+    # Of several ranks together, before rank 0 writes alone; else one after the other, so that no two are held.
+    weights = {file: state_of(file) for file in trained.everything} if world.size > 1 else {}
     values = {
         "step": step,
         **numbers,
@@ -85,10 +87,10 @@ def write_checkpoint(
     def write() -> None:
         try:
             with whole_directory(directory, directory.with_name(".unfinished")) as unfinished:
-                save_pretrained(trained.model, unfinished, state_dict=weights.pop(""))
+                save_pretrained(trained.model, unfinished, state_dict=weights.pop("", {}) or state_of(""))
                 trained.tokenizer.save_pretrained(unfinished)
-                for file, state in weights.items():
-                    save_file(state, unfinished / file, {"format": "pt"})
+                for file in trained.models:
+                    save_file(weights.pop(file, {}) or state_of(file), unfinished / file, {"format": "pt"})
                 save_file(kept, unfinished / TENSORS)
                 (unfinished / NUMBERS).write_text(to_json(values, constant=str) + "\n", encoding="utf-8")
                 write_checksums(unfinished)

@@ -6,7 +6,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -50,6 +50,7 @@ class Loop(ABC):
     memory: Expected
     step: int = 0  # the current one, or the last one
     signals: Sequence[str] = ()  # that ask the run to end after its step
+    closing: AbstractContextManager[Any] = nullcontext()  # what the loop has started, to be ended with the run
 
     @property
     def world(self) -> World:
@@ -126,7 +127,9 @@ def run_loop(
         start(config.training)
         show_run(config, what)
         loop = make(as_started(config, checkpoint, world), world)
-        world.check_alike(loop.digests)
+        stack.enter_context(loop.closing)
+        if world.size > 1:  # else nothing needs them
+            world.check_alike(loop.digests)
         model, tokenizer, output = name_of(config.model), loop.trained.tokenizer, config.logging.output_dir
         world.first(lambda: check_savable(model, tokenizer, loop.saved, output))
         if checkpoint is None:
