@@ -12,6 +12,9 @@ from torch.distributed import ProcessGroup
 
 from fastrl.distributed.groups import gather
 
+#: The most bytes of all ranks' parts that a sum in the order of the ranks holds at once.
+_PIECE_BYTES = 32 << 20
+
 
 def group_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of x over the ranks, added in float64, in the dtype of x.
@@ -22,13 +25,23 @@ def group_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return _Sum.apply(x, group)
 
 
-def add_parts(total: Tensor, group: ProcessGroup) -> None:
-    """total becomes its sum over the ranks, in place, in its own dtype and with the library's order of additions."""
-    start_add_parts(total, group)()
+def add_parts(total: Tensor, group: ProcessGroup, ordered: bool = False) -> None:
+    """total (n, k) becomes its sum over the ranks, in place, in its own dtype.
+
+    The library chooses the order of additions, by an element's place too; `ordered`: that of the ranks, everywhere.
+    """
+    start_add_parts(total, group, ordered)()
 
 
-def start_add_parts(total: Tensor, group: ProcessGroup) -> Callable[[], Any]:
+def start_add_parts(total: Tensor, group: ProcessGroup, ordered: bool = False) -> Callable[[], Any]:
     """Starts `add_parts`; the call of what it returns waits for the sum, on a GPU without stopping the host."""
+    if ordered and group.size() > 2:  # two numbers have one sum
+        for rows in total.split(max(1, _PIECE_BYTES // max(group.size() * total[:1].nbytes, 1))):
+            first, *others = gather(rows, group)
+            rows.copy_(first)
+            for other in others:
+                rows += other
+        return lambda: None
     wait: Callable[[], Any] = dist.all_reduce(total, group=group, async_op=True).wait
     return wait
 

@@ -30,6 +30,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
+    batch_invariant: bool = False,
     tp_group: Any = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -58,6 +59,8 @@ def linear_cross_entropy(
             products, as in an engine that computes its head in float32.
         memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
             None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
+            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
         tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
             rank's rows; all else is the same on every rank. None: it is not split.
         vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
@@ -84,7 +87,8 @@ def linear_cross_entropy(
             temperature = temperature[None] if isinstance(temperature, Tensor) else temperature
         options: dict[str, Any] = {"bias": bias, "mask": targets != ignore_index, "logits_dtype": logits_dtype}
         options |= {"temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-        options |= {"memory_budget": memory_budget, "tp_group": tp_group, "vocab_start": vocab_start}
+        options |= {"memory_budget": memory_budget, "batch_invariant": batch_invariant}
+        options |= {"tp_group": tp_group, "vocab_start": vocab_start}
         options |= {"vocab_size": vocab_size, "reduce_hidden_grad": reduce_hidden_grad}
         if reduction == "none":
             return -linear_token_logprobs(hidden, weight, targets, **options).logprobs

@@ -64,6 +64,7 @@ def linear_divergence(
     denominator: float | Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
+    batch_invariant: bool = False,
     num_tokens: int | None = None,
     vocab_size: int | None = None,
 ) -> DivergenceLoss:
@@ -111,6 +112,8 @@ def linear_divergence(
             products, as in an engine that computes its head in float32.
         memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
             None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
+            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
         num_tokens: the number of valid tokens (of this rank), if known: saves a GPU with a mask the host
             synchronisations for counting them. A wrong number is an error on a CPU, and a loss of NaN on a GPU.
         vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,
@@ -128,7 +131,7 @@ def linear_divergence(
     divergence = checked_divergence(kind, beta)
     tp = TensorParallel(vocab_size=vocab_size)
     of_logits = (temperature, logit_scale, softcap)
-    options = (of_logits, None, logits_dtype, memory_budget, tp, num_tokens, _ROWS)
+    options = (of_logits, None, logits_dtype, memory_budget, batch_invariant, tp, num_tokens, _ROWS)
     request = linear_request(hidden, weight, bias, None, mask, *options)
     like = hidden[..., 0]
     head, valid = request.head, request.mask

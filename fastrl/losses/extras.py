@@ -160,7 +160,7 @@ def _mean_by_tiles(request: Request, plan: Plan, spare: int) -> Tensor:
     entries = max(_PIECE_BYTES, min(spare, max_bytes)) // (4 * _COPIES)
     tile = plan.tile("statistics", used.count)
     memory = (head, tile, used.index is not None, forced(), plan.mapped)
-    workspace = Workspace(*memory, plan.call.float32_logits)
+    workspace = Workspace(*memory, plan.call.float32_logits, block=plan.call.block)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
         hidden = workspace.hidden(where)

@@ -217,6 +217,7 @@ def linear_gathered_logprobs(
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
+    batch_invariant: bool = False,
     tp_group: Any = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -245,6 +246,8 @@ def linear_gathered_logprobs(
             products, as in an engine that computes its head in float32.
         memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
             None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
+            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
         tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
             rank's rows; all else is the same on every rank. None: it is not split.
         vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
@@ -264,7 +267,7 @@ def linear_gathered_logprobs(
     with tp.reporting():
         tokens = rows_of(checks.tensor("hidden", hidden))
         of_logits, like_name = (temperature, logit_scale, softcap), "hidden without the last dimension"
-        options = (of_logits, sampling_mask, logits_dtype, memory_budget, tp)
+        options = (of_logits, sampling_mask, logits_dtype, memory_budget, batch_invariant, tp)
         request = linear_request(hidden, weight, bias, tokens, mask, *options, like_name=like_name)
         needs = request.needs
         requested = requested_entries(ids, hidden, "hidden", any(needs))

@@ -103,6 +103,7 @@ def linear_kto_loss(
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
+    batch_invariant: bool = False,
     tp_group: Any = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -142,6 +143,8 @@ def linear_kto_loss(
             products, as in an engine that computes its head in float32.
         memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
             None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
+            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
         tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
             rank's rows; all else is the same on every rank. None: it is not split.
         vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
@@ -163,7 +166,7 @@ def linear_kto_loss(
         count = tokens.responses.count
         numbers = (kl, beta, desirable_weight, undesirable_weight)
         loss = loss_of_sums(desirable, numbers, ref, checks.divisor("denominator", denominator, count), "ref_logprobs")
-        options = ((temperature, logit_scale, softcap), sampling_mask, logits_dtype, memory_budget, tp)
+        options = ((temperature, logit_scale, softcap), sampling_mask, logits_dtype, memory_budget, batch_invariant, tp)
         units = tokens.responses.owners(tokens.targets.device)
         head, of_sums = (hidden, weight, bias), lambda logprobs: loss(tokens.sums(logprobs))
         return loss_of_units(head, tokens.targets, tokens.mask, options, units, count, of_sums)

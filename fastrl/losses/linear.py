@@ -93,7 +93,8 @@ def loss_by_plan(problem: Problem, request: Request, plan: Plan, asked: _Respons
             return _forward_gradient(problem, request, plan, asked if isinstance(asked, _Rows) else None)
         if plan.name == "whole-response":
             return _whole_response(problem, request, plan, asked if isinstance(asked, _Responses) else None)
-        if plan.name == "sparse" and request.shard is None:
+        # Whether all rows have a support must not decide who computes the coefficients.
+        if plan.name == "sparse" and request.shard is None and not request.batch_invariant:
             return _sparse(problem, request, plan)
         return from_statistics(problem, *statistics(request, plan)[:2])
 

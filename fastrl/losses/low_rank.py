@@ -49,7 +49,7 @@ def low_rank_token_logprobs(
         As `linear_token_logprobs`.
     """
     of_logits = (temperature, logit_scale, softcap)
-    request = linear_request(hidden, weight, bias, targets, mask, of_logits, None, logits_dtype, memory_budget)
+    request = linear_request(hidden, weight, bias, targets, mask, of_logits, None, logits_dtype, memory_budget, False)
     rank = up.shape[-1]
     checks.shape("up", up, (request.vocab, rank), "(V, r)")
     checks.shape("down", down, (*targets.shape, rank), "targets' shape and r")

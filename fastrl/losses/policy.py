@@ -328,6 +328,7 @@ def linear_policy_loss(
     bias: Tensor | None = None,  # (V,)
     logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
+    batch_invariant: bool = False,
     tp_group: Any = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -390,6 +391,8 @@ def linear_policy_loss(
             products, as in an engine that computes its head in float32.
         memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
             None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
+            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
         tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
             rank's rows; all else is the same on every rank. None: it is not split.
         vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
@@ -418,7 +421,7 @@ def linear_policy_loss(
     cp_group = None if cp_group is None else checked_cp_group(cp_group, tp_group)
     with tp.reporting(cp_group):
         of_logits = (temperature, logit_scale, softcap)
-        options = (of_logits, sampling_mask, logits_dtype, memory_budget, tp, num_tokens)
+        options = (of_logits, sampling_mask, logits_dtype, memory_budget, batch_invariant, tp, num_tokens)
         request = linear_request(hidden, weight, bias, targets, mask, *options)
         valid = None if request.mask is None else request.mask.view(targets.shape)
         logprobs = (old_logprobs, ref_logprobs, rollout_logprobs)

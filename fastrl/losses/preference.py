@@ -226,6 +226,7 @@ def linear_preference_loss(
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
+    batch_invariant: bool = False,
     tp_group: Any = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -264,6 +265,8 @@ def linear_preference_loss(
             products, as in an engine that computes its head in float32.
         memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
             None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
+            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
         tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
             rank's rows; all else is the same on every rank. None: it is not split.
         vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
@@ -280,7 +283,7 @@ def linear_preference_loss(
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     with tp.reporting():
         head, responses, likelihood = (hidden, weight, bias), (targets, mask, cu_seqlens), (nll_mask, nll_denominator)
-        options = ((temperature, logit_scale, softcap), sampling_mask, logits_dtype, memory_budget, tp)
+        options = ((temperature, logit_scale, softcap), sampling_mask, logits_dtype, memory_budget, batch_invariant, tp)
         return _linear_loss(_checked(objective), head, responses, ref_logprobs, denominator, likelihood, options)
 
 
@@ -358,6 +361,7 @@ def linear_dpo_loss(
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
+    batch_invariant: bool = False,
     tp_group: Any = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -388,6 +392,8 @@ def linear_dpo_loss(
             products, as in an engine that computes its head in float32.
         memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
             None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
+        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
+            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
         tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
             rank's rows; all else is the same on every rank. None: it is not split.
         vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.
@@ -404,7 +410,7 @@ def linear_dpo_loss(
     tp = TensorParallel.of(tp_group, vocab_start, vocab_size, reduce_hidden_grad)
     with tp.reporting():
         objective = DPO(checks.number("beta", beta, positive=True))
-        options = ((temperature, logit_scale, softcap), sampling_mask, logits_dtype, memory_budget, tp)
+        options = ((temperature, logit_scale, softcap), sampling_mask, logits_dtype, memory_budget, batch_invariant, tp)
         head, responses = (hidden, weight, bias), (targets, mask, cu_seqlens)
         loss = _linear_loss(objective, head, responses, ref_logprobs, denominator, (None, None), options)
     return DPOLoss(*loss[:4])

@@ -21,7 +21,7 @@ from fastrl.passes.head import Head, Run
 from fastrl.passes.linear import linear_statistics
 from fastrl.passes.shards import sharded_statistics
 from fastrl.passes.supports import RowOptions, Supports, check_targets, of_shard, outside
-from fastrl.planning import plans
+from fastrl.planning import plans, tiling
 from fastrl.planning.budget import parse_budget
 from fastrl.planning.plans import Plan
 from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher
@@ -186,6 +186,7 @@ class Request(NamedTuple):
     padding: int  # rows of the head that are padding; over a group, the most of any rank
     float32_logits: bool  # whether tiles of logits are float32 although the head is narrower
     needs: Needs  # which gradients are needed
+    batch_invariant: bool = False  # whether a row's bits may depend on the row, the head and the options alone
     shard: VocabularyShard | None = None  # the part of the vocabulary that the head is, if it lies over a group
     share: int | None = None  # bytes that a call without a budget may take; None: the device's `default_budget`
     num_rows: int = -1  # of `planned`: the number of valid tokens that take the dense kernels; -1: not known
@@ -212,6 +213,7 @@ def linear_request(
     sampling_mask: SamplingMask | None,
     logits_dtype: torch.dtype | None,
     memory_budget: int | str | None,
+    batch_invariant: bool,
     tp: TensorParallel = ALONE,
     num_tokens: int | None = None,
     like_name: str = "targets",
@@ -230,17 +232,26 @@ def linear_request(
     if targets is not None:
         like = checks.targets(targets, hidden.shape[:-1], "hidden.shape[:-1]", hidden, "hidden")
     budget = None if memory_budget is None else parse_budget(memory_budget)
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be a bool, got {type(batch_invariant).__name__}")
     float32_logits = checks.float32_logits(logits_dtype, head.weight.dtype)
     arguments = vocabulary_arguments(like, mask, *of_logits, like_name)
     count = -1 if num_tokens is None else checked_count(num_tokens, arguments.mask, head.hidden.shape[0])
     if sampling_mask is not None:
-        sampling_mask = checked_mask(sampling_mask, arguments.targets, None if tp.group else head.entries)
+        sampling_mask = checked_mask(
+            sampling_mask, arguments.targets, None if tp.group else head.entries, batch_invariant
+        )
     if sampling_mask is not None:  # the kernels for support entries need rows of unit stride
         head, more = unit_strides(head)
         copied += more
     padding = head.weight.shape[0] - head.entries
     needs = Needs(*[x is not None and x.requires_grad and torch.is_grad_enabled() for x in head[:3]])
-    return Request(head, *arguments, sampling_mask, count, budget, copied, padding, float32_logits, needs)
+    if batch_invariant and head.weight.dtype == torch.float16 and any(needs):
+        raise NotImplementedError(
+            "batch_invariant=True is not built yet for gradients in float16, whose scale depends on all tokens"
+        )
+    request = Request(head, *arguments, sampling_mask, count, budget, copied, padding, float32_logits, needs)
+    return request._replace(batch_invariant=batch_invariant)
 
 
 def head_arguments(
@@ -364,8 +375,11 @@ def planned(
     if (recorded := request.sampling_mask) is not None:
         sizes = (vocab, device.type, head.weight.element_size())
         widest = widest_support(*sizes)
-        supports, rows = split(recorded, request.targets, mask, widest, True, lambda n, ids: gathers(n, ids, *sizes))
-        entries = recorded.token_ids.shape[0]
+        # Which rows with a wide support take the dense kernels must not depend on how many there are.
+        alone = request.batch_invariant
+        gathers_wide = (lambda n, ids: False) if alone else (lambda n, ids: gathers(n, ids, *sizes))
+        supports, rows = split(recorded, request.targets, mask, widest, True, gathers_wide)
+        entries = max(recorded.token_ids.shape[0], 1)  # a batch-invariant call's mask may record nothing
         scope, slopes, longest = ANY if scope == ANY else RESPONSE, 1, 0  # an objective runs in torch, in any scope
     elif rows < 0:
         rows = _counted_rows(request)
@@ -390,6 +404,7 @@ def planned(
         teacher=teacher,
         gathered=gathered,
         float32_logits=request.float32_logits,
+        block=tiling.INVARIANT_ROWS.get(device.type, tiling.INVARIANT_ROWS["cpu"]) if request.batch_invariant else 0,
     )
     plan = plans.choose(call, request.budget, request.share)
     return request._replace(num_rows=rows, supports=supports), plan

@@ -120,6 +120,7 @@ def over_tp_group(request: Request, tp: TensorParallel, shape: torch.Size, **sam
         "requires_grad": tuple(request.needs),
         "plan": plans.forced(),
         "logits_dtype": torch.float32 if request.float32_logits else None,
+        "batch_invariant": request.batch_invariant,
     }
     arguments = VocabularyArguments(request.targets, request.mask, request.transform)
     same = _same_arguments(arguments, shape, head.hidden.dtype, request.sampling_mask, **same)

@@ -35,10 +35,13 @@ def gathers(rows: int, entries: int, vocab: int, device: str, itemsize: int) -> 
     return entries <= (rows + fixed_rows) * widest_support(vocab, device, itemsize)
 
 
-def checked_mask(sampling_mask: object, targets: Tensor, vocab: int | None) -> SamplingMask | None:
-    """Returns the sampling mask, checked against targets (N,); None if there is none or it records nothing.
+def checked_mask(
+    sampling_mask: object, targets: Tensor, vocab: int | None, keeps_empty: bool = False
+) -> SamplingMask | None:
+    """Returns the sampling mask, checked against targets (N,); None if there is none.
 
-    With a vocab of None, which a rank does not know before the others told theirs, ids are not checked.
+    One that records nothing is none, unless `keeps_empty`. With a vocab of None, which a rank does not know before the
+    others told theirs, ids are not checked.
     """
     if sampling_mask is None:
         return None
@@ -50,7 +53,7 @@ def checked_mask(sampling_mask: object, targets: Tensor, vocab: int | None) -> S
     checks.same_device("sampling_mask", sampling_mask.token_ids, targets, "targets")
     if vocab is not None:
         sampling_mask.check_vocab(vocab)
-    return sampling_mask if sampling_mask.token_ids.shape[0] else None
+    return sampling_mask if keeps_empty or sampling_mask.token_ids.shape[0] else None
 
 
 def split(

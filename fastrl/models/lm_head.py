@@ -226,6 +226,7 @@ def fused_lm_head(
     temperature: float = 1.0,
     logits_dtype: torch.dtype | None = None,
     memory_budget: int | str | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Give a model's forward the argument `return_token_stats`; without it nothing changes. Returns the model.
 
@@ -236,10 +237,11 @@ def fused_lm_head(
     Args:
         model: a transformers causal LM with a linear head.
         temperature: divides the logits, > 0.
-        logits_dtype, memory_budget: as in `fastrl.linear_token_logprobs`.
+        logits_dtype, memory_budget, batch_invariant: as in `fastrl.linear_token_logprobs`.
 
     Raises:
         TypeError, ValueError: for an unsupported head; see the module.
+        NotImplementedError: for batch_invariant and a head with adapters.
     """
     parse_budget(memory_budget)
     checks.float32_logits(logits_dtype, torch.float32)  # checks it
@@ -253,10 +255,14 @@ def fused_lm_head(
             f"fully_shard was applied to parts of {type(root).__name__} and not to itself: call fused_lm_head before "
             "the first fully_shard, or after the last"
         )
-    LMHead.of(base, adapters=True).check(root)
+    head = LMHead.of(base, adapters=True)
+    if batch_invariant and head.adapters:
+        raise NotImplementedError("batch_invariant=True is not built yet for a head with LoRA adapters")
+    head.check(root)
     own = vars(base).pop("forward", None)
     method = isinstance(own, MethodType) and own.__self__ is base
     options = {"temperature": temperature, "logits_dtype": logits_dtype, "memory_budget": memory_budget}
+    options |= {"batch_invariant": True} if batch_invariant else {}
     base._fastrl_fusion = _Fusion(options, own.__func__ if method else own, method)
     if not hasattr(base, "_fastrl_class"):  # fully_shard's class may be around ours, which is then left in place
         base.__class__ = _fused_class(base.__class__)
@@ -430,7 +436,7 @@ def _trainer_cross_entropy(model: Any, outputs: Any, labels: Tensor, num_items_i
         )
 
     def compute(hidden: Tensor) -> Tensor:
-        options = {name: fusion.options[name] for name in ("logits_dtype", "memory_budget")}
+        options = {name: value for name, value in fusion.options.items() if name != "temperature"}
         head = LMHead.of(base, adapters=True)
         return head.cross_entropy(hidden[:, :-1], targets, num_items_in_batch, **options)
 

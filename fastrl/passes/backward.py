@@ -76,6 +76,7 @@ class Passes(ABC):
         self.padded, self.head = head, head.unpadded()
         self.order, self.rows, self.needs, self.undo = order, rows, needs, undo
         self.backend, _, self.plan = run
+        self.block = self.plan.call.block
         self.group = shard.group if shard is not None and shard.reduces else None
         # dL/dhidden is then a part of a sum, which needs a wider dtype than that of the factors.
         self.partial = self.group is not None and head.hidden.dtype != torch.float32
@@ -111,7 +112,8 @@ class Passes(ABC):
         except Exception:
             for rows in self._due:
                 shape = (rows, self.head.hidden.shape[1])
-                add_parts(torch.full(shape, torch.nan, dtype=torch.float32, device=self.head.hidden.device), self.group)
+                nan = torch.full(shape, torch.nan, dtype=torch.float32, device=self.head.hidden.device)
+                add_parts(nan, self.group, self.block > 0)
             raise
 
     def _sums(self) -> list[int]:
@@ -127,7 +129,7 @@ class Passes(ABC):
         """Sum parts of dL/dhidden over the group."""
         assert self.group is not None
         self._due.pop(0)
-        add_parts(total, self.group)
+        add_parts(total, self.group, self.block > 0)
 
     def _run(self) -> tuple[Tensor | None, ...]:
         (hidden, weight, _, _), needs, vocab = self.padded, self.needs, self.head.entries
@@ -149,9 +151,9 @@ class Passes(ABC):
     def _tile(self, kind: str) -> Tile:
         return self.plan.tile(kind, self.order.count, self.needs)
 
-    def _workspace(self, tile: Tile) -> Workspace:
+    def _workspace(self, tile: Tile, block: int) -> Workspace:
         memory = (self.head, tile, self.order.index is not None, self.backend, self.plan.mapped)
-        return Workspace(*memory, self.plan.call.float32_logits, forms_gradient=True)
+        return Workspace(*memory, self.plan.call.float32_logits, forms_gradient=True, block=block)
 
     def _chunks(self, workspace: Workspace, size: int) -> Iterator[tuple[slice, Tensor | slice, Tensor, Any]]:
         """Yield (positions in the order, row indices, hidden states (n, H), inputs of row functions)."""
@@ -162,7 +164,7 @@ class Passes(ABC):
     def _hidden_pass(self, tile: Tile) -> None:
         """dL/dhidden, one chunk of rows after another, summed over slices of the vocabulary."""
         assert self.hidden is not None
-        workspace, vocab = self._workspace(tile), self.head.weight.shape[0]
+        workspace, vocab, block = self._workspace(tile, self.block), self.head.weight.shape[0], self.block
         whole = tile.columns >= vocab and not self.partial
         sums = None if whole else self._float32(tile.rows)
         for _, where, hidden, rows in self._chunks(workspace, tile.rows):
@@ -172,9 +174,9 @@ class Passes(ABC):
             for columns in slices(vocab, tile.columns):
                 gradient = self._gradient(hidden, rows, columns, workspace)
                 if total is None:
-                    store_product(self.hidden, where, gradient, self.head.weight, self.undo)
+                    store_product(self.hidden, where, gradient, self.head.weight, self.undo, block)
                 else:
-                    add_product(total, gradient, self.head.weight[columns], first=columns.start == 0)
+                    add_product(total, gradient, self.head.weight[columns], columns.start == 0, block)
             if total is not None:
                 if self.partial:
                     self._add(total)
@@ -190,7 +192,7 @@ class Passes(ABC):
     def _weight_pass(self, tile: Tile, with_hidden: bool) -> None:
         """dL/dweight and dL/dbias, slice by slice, each written once; `with_hidden`: also dL/dhidden, summed."""
         count, vocab = self.order.count, self.head.weight.shape[0]
-        workspace = self._workspace(tile)
+        workspace = self._workspace(tile, self.block if with_hidden else 0)
         whole = tile.columns >= vocab and not self.partial
         narrow = self.head.hidden.dtype != torch.float32
         total = self._float32(count) if with_hidden and not whole and narrow else None
@@ -205,7 +207,7 @@ class Passes(ABC):
                 outer.add(gradient, hidden)
                 if with_hidden and whole:
                     assert self.hidden is not None
-                    store_product(self.hidden, where, gradient, self.head.weight, self.undo)
+                    store_product(self.hidden, where, gradient, self.head.weight, self.undo, self.block)
                 elif with_hidden:
                     self._add_hidden(total, part, where, gradient, columns)
             outer.finish()
@@ -223,7 +225,7 @@ class Passes(ABC):
         assert self.hidden is not None
         weight, first = self.head.weight[columns], columns.start == 0
         if total is not None:
-            add_product(total[part], gradient, weight, first)
+            add_product(total[part], gradient, weight, first, self.block)
         elif isinstance(where, slice):
             add_product(self.hidden[where], gradient, weight, first)
         else:  # inactive rows were set to 0; no row occurs twice, so no two additions collide

@@ -21,7 +21,7 @@ from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 from fastrl.passes.head import Head, HeadGradients, HeadSums, Order, Run, Workspace, active_first, empty, store_product
 from fastrl.passes.operator import Operator, hand_over
 from fastrl.planning.plans import Plan
-from fastrl.planning.tiling import Needs, Tile
+from fastrl.planning.tiling import Tile
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -51,8 +51,9 @@ class GradientSums:
     """Collects the gradients of the chunks: dH by rows, dW and db summed in float32."""
 
     def __init__(
-        self, head: Head, used: Order, chunks: Sequence[Chunk], needs: Needs, one_chunk: bool, backend: str
+        self, head: Head, used: Order, chunks: Sequence[Chunk], plan: Plan, one_chunk: bool, backend: str
     ) -> None:
+        needs, self.block = plan.call.needs, plan.call.block
         device, shape, vocab = head.weight.device, head.weight.shape, head.entries
         active = sum([chunk.active for chunk in chunks])
         self.all_active = vocab > 0 and active == head.hidden.shape[0]
@@ -85,7 +86,7 @@ class GradientSums:
         """Store dL/dhidden of a chunk's active rows."""
         if self.hidden is not None:
             where = self.used.rows(slice(chunk.start, chunk.start + chunk.active))
-            store_product(self.hidden, where, gradient, self.matrix)
+            store_product(self.hidden, where, gradient, self.matrix, block=self.block)
 
 
 def forward_gradient(
@@ -105,10 +106,10 @@ def forward_gradient(
     chunk at most, in the weight's dtype.
     """
     vocab = head.entries
-    sums = GradientSums(head, used, chunks, plan.call.needs, one_chunk, backend)
+    sums = GradientSums(head, used, chunks, plan, one_chunk, backend)
     out = empty_terms(targets, used)
     memory = (head.unpadded(), Tile(sums.longest, vocab), used.index is not None, backend, False)
-    workspace = Workspace(*memory, plan.call.float32_logits, forms_gradient=True)
+    workspace = Workspace(*memory, plan.call.float32_logits, forms_gradient=True, block=plan.call.block)
     for number, chunk in enumerate(chunks):
         where = used.rows(slice(chunk.start, chunk.stop))
         hidden = workspace.hidden(where)

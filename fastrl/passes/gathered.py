@@ -290,7 +290,8 @@ def _gradients(
     row_functions(run.backend, upstream).support_gradient(results.support_values, *arguments)
     places = support_places(entries, 0 if shard is None else shard.start, support)
     gradient[places] = gradients.entries  # -1 is the last, which nothing reads
-    return over_group(support_products(head, support, of_support, needs, run.backend, dense), shard)
+    results_of = support_products(head, support, of_support, needs, run.backend, dense)
+    return over_group(results_of, shard, run.plan.call.block > 0)
 
 
 def _frozen_gradient(

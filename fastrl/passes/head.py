@@ -18,8 +18,9 @@ from torch import Tensor
 from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Transform
 from fastrl.base.pages import mapped
+from fastrl.passes.blocks import block_product, check_products
 from fastrl.planning.plans import Plan
-from fastrl.planning.tiling import PIECE_BYTES, PITCH, Needs, Tile, pitch
+from fastrl.planning.tiling import PIECE_BYTES, PITCH, Needs, Tile, pitch, whole_blocks
 
 #: Bytes from which memory is mapped if it must return to the system when freed. malloc keeps memory below an allocation
 #: in use and puts the larger tile of the next pass beside the hole: 18.8 MiB were resident instead of the planned 12.5.
@@ -178,7 +179,8 @@ class Workspace:
 
     `pitched`: the rows of a tile begin on a cache line. `mapped`: the system gets the memory back when it is freed.
     `float32_logits`: the tile holds the sums of the product as they are, in float32, although the head is narrower; its
-    gradient, which is as narrow, has a tile of its own (`forms_gradient`: if there is one).
+    gradient, which is as narrow, has a tile of its own (`forms_gradient`: if there is one). `block`: the rows of every
+    product (`blocks`); the workspace then holds whole blocks, of which those behind a chunk's rows are padding.
     """
 
     def __init__(
@@ -191,56 +193,84 @@ class Workspace:
         float32_logits: bool = False,
         forms_gradient: bool = False,
         pitched: bool = True,
+        block: int = 0,
     ) -> None:
         weight, make = head.weight, scratch if mapped else empty
-        self.head, self._unit = head, PITCH if pitched else 1
-        rows, width = tile.rows, weight.shape[1]
+        self.head, self.block, self._unit = head, block, PITCH if pitched else 1
+        rows, width = whole_blocks(tile.rows, block), weight.shape[1]
         size = rows * pitch(min(tile.columns, weight.shape[0]), self._unit)  # a tile may be that of a larger shard
         self._logits = make((size,), torch.float32 if float32_logits else weight.dtype, weight, backend)
         self._gradient = make((size,), weight.dtype, weight, backend) if float32_logits and forms_gradient else None
-        self._rows = make((rows, width), weight.dtype, weight, backend) if gathers else None
+        self._rows = make((rows, width), weight.dtype, weight, backend) if gathers or block else None
         # The library may have no product of narrow factors with a float32 result: then they are copied to float32.
         self._float32_rows = self._float32_weight = None
         if float32_logits and not _gives_float32(weight.dtype, weight.device):
             self._float32_rows = make((rows, width), torch.float32, weight, backend)
             entries = max(1, min(PIECE_BYTES // (4 * width), weight.shape[0]))
             self._float32_weight = make((entries, width), torch.float32, weight, backend)
+        if block and weight.shape[0]:
+            self._check(forms_gradient)
+
+    def _check(self, forms_gradient: bool) -> None:
+        """Raises RuntimeError if the bits of a product's rows depend on other rows."""
+        assert self._rows is not None
+        rows, vocab = self._rows[: self.block], self.head.weight.shape[0]
+
+        def logits() -> Tensor:
+            if self._float32_rows is not None:
+                self._float32_rows[: self.block].copy_(rows)
+            return self.logits(rows, slice(0, vocab))
+
+        factor = self._tile(self._logits if self._gradient is None else self._gradient, self.block, vocab)
+        kind = (self._logits.dtype, self.head.bias is None, forms_gradient)
+        check_products(logits, rows, self.head.weight, factor if forms_gradient else None, kind)
 
     def hidden(self, where: Tensor | slice) -> Tensor:
         """Hidden states (n, H) of these rows, contiguous."""
-        if isinstance(where, slice):
+        if self._rows is None:
+            assert isinstance(where, slice)
             rows = self.head.hidden[where]
+        elif isinstance(where, slice):
+            given = self.head.hidden[where]
+            rows = self._rows[: given.shape[0]].copy_(given)
         else:
-            assert self._rows is not None
             rows = torch.index_select(self.head.hidden, 0, where, out=self._rows[: where.shape[0]])
+        if self.block and self._rows is not None:
+            self._rows[rows.shape[0] : whole_blocks(rows.shape[0], self.block)].zero_()
         if self._float32_rows is not None:
-            self._float32_rows[: rows.shape[0]].copy_(rows)
+            padded = rows if self._rows is None else self._rows[: whole_blocks(rows.shape[0], self.block)]
+            self._float32_rows[: padded.shape[0]].copy_(padded)
         return rows
 
     def logits(self, hidden: Tensor, columns: slice) -> Tensor:
         """Logits (n, v): hidden (n, H), the last that `hidden` returned, times these entries of the head, plus bias."""
-        weight, bias = self.head.weight[columns], self.head.bias
-        out = self._tile(self._logits, hidden.shape[0], weight.shape[0])
+        weight, bias, count = self.head.weight[columns], self.head.bias, hidden.shape[0]
         bias = None if bias is None else bias[columns]
-        if out.dtype != hidden.dtype:
-            return self._float32_logits(hidden, weight, bias, out)
-        if bias is None:
-            return torch.mm(hidden, weight.t(), out=out)
-        return torch.addmm(bias, hidden, weight.t(), out=out)
+        out = self._tile(self._logits, whole_blocks(count, self.block), weight.shape[0])
+        for part in slices(out.shape[0], self.block or max(count, 1)):
+            rows = self._rows[part] if self.block and self._rows is not None else hidden
+            if out.dtype != hidden.dtype:
+                self._form_float32(rows, part, weight, bias, out[part])
+            elif bias is None:
+                torch.mm(rows, weight.t(), out=out[part])
+            else:
+                torch.addmm(bias, rows, weight.t(), out=out[part])
+        return out[:count]
 
-    def _float32_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """The same from narrow factors, in `out` (n, v) float32."""
+    def _form_float32(self, rows: Tensor, where: slice, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Forms logits in `out` (n, v) float32 from narrow factors, of rows (n, H) that lie there in the workspace."""
         if self._float32_rows is None or self._float32_weight is None:
-            torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
-            return out if bias is None else out.add_(bias)
-        rows = self._float32_rows[: hidden.shape[0]]
+            torch.mm(rows, weight.t(), out_dtype=torch.float32, out=out)
+            if bias is not None:
+                out.add_(bias)
+            return
+        rows = self._float32_rows[where]
         for part in slices(weight.shape[0], self._float32_weight.shape[0]):
             factor = self._float32_weight[: part.stop - part.start].copy_(weight[part])
             if bias is None:
                 torch.mm(rows, factor.t(), out=out[:, part])
             else:
                 torch.addmm(bias[part].float(), rows, factor.t(), out=out[:, part])
-        return out
 
     def gradient(self, logits: Tensor) -> Tensor:
         """Where the gradient of a tile of logits (n, v) goes, in the head's dtype: the tile, or memory beside it."""
@@ -279,9 +309,16 @@ def add_outer(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> N
         add_product(total, gradient.t(), hidden, first)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total (m, k) float32 += a (m, n) b (n, k), whatever the factors' dtype; `first`: overwrite total, unread."""
-    if a.dtype == torch.float32:
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool, block: int = 0) -> None:
+    """total (m, k) float32 += a (m, n) b (n, k), whatever the factors' dtype; `first`: overwrite total, unread.
+
+    block: a's rows are those of a tile, and their products are formed in blocks of so many.
+    """
+    if block:
+        wide = torch.float32 if _gives_float32(a.dtype, a.device) else None
+        product = block_product(a, b, block, wide)
+        total.copy_(product) if first else total.add_(product)
+    elif a.dtype == torch.float32:
         total.addmm_(a, b, beta=0 if first else 1)
     elif a.is_cuda and _accumulates_float32(a.dtype, a.device):
         torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=total)
@@ -309,10 +346,12 @@ def add_columns(total: Tensor, gradient: Tensor, first: bool) -> None:
 
 
 def store_product(
-    out: Tensor, where: Tensor | slice, gradient: Tensor, weight: Tensor, factor: Tensor | None = None
+    out: Tensor, where: Tensor | slice, gradient: Tensor, weight: Tensor, factor: Tensor | None = None, block: int = 0
 ) -> None:
-    """out[where] = factor * gradient (n, V) weight (V, H), in the dtype of out."""
-    if isinstance(where, slice) and factor is None:
+    """out[where] = factor * gradient (n, V) weight (V, H), in the dtype of out; block as in `add_product`."""
+    if block:
+        store_rows(out, where, block_product(gradient, weight, block), factor)
+    elif isinstance(where, slice) and factor is None:
         torch.mm(gradient, weight, out=out[where])
     else:
         store_rows(out, where, torch.mm(gradient, weight), factor)

@@ -66,7 +66,8 @@ def dense_statistics(
     if used.count == 0:
         return out
     tile = plan.tile("statistics", used.count)
-    workspace = make(head, tile, used.index is not None, backend, plan.mapped, plan.call.float32_logits)
+    memory = (head, tile, used.index is not None, backend, plan.mapped, plan.call.float32_logits)
+    workspace = make(*memory, block=plan.call.block)
     rows = Rows(targets, options.transform, wide=wide, entries=entries).ordered(used)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
@@ -163,7 +164,7 @@ class FrozenHead:
         head, used, float32_logits = self.head, self.order, self.plan.call.float32_logits
         tile, vocab = self.plan.tile("frozen", used.count), head.weight.shape[0]
         memory = (head, tile, used.index is not None, self.backend)
-        workspace = Workspace(*memory, float32_logits=float32_logits, forms_gradient=True)
+        workspace = Workspace(*memory, float32_logits=float32_logits, forms_gradient=True, block=self.plan.call.block)
         beside = None
         if len(self.slopes) == 2 and not float32_logits:
             beside = empty_tile(tile.rows, vocab, head.weight, self.backend)
@@ -203,7 +204,7 @@ class FrozenHead:
 
     def _store(self, vector: int, places: slice, where: Tensor | slice, gradient: Tensor) -> None:
         """Store the product of the gradient of a chunk of logits in a slope."""
-        store_product(self.slopes[vector], where, gradient, self.head.weight)
+        store_product(self.slopes[vector], where, gradient, self.head.weight, block=self.plan.call.block)
 
 
 class LinearStatistics(NamedTuple):
@@ -283,16 +284,19 @@ def gradients_of(
         dense = Backward(head, targets, options, stats, c, h, needs, run._replace(num_rows=-1), alone).run()
     gradient, functions = torch.empty_like(values), row_functions(run.backend, values)
     functions.support_gradient(values, targets, supports.support, options.transform, stats, c, h, gradient)
-    return over_group(support_products(head, supports.support, gradient, needs, run.backend, dense), shard)
+    gradients = support_products(head, supports.support, gradient, needs, run.backend, dense)
+    return over_group(gradients, shard, run.plan.call.block > 0)
 
 
-def over_group(gradients: tuple[Tensor | None, ...], shard: VocabularyShard | None) -> tuple[Tensor | None, ...]:
-    """The gradients, that of hidden summed over the shard's group, if the shard says so."""
+def over_group(
+    gradients: tuple[Tensor | None, ...], shard: VocabularyShard | None, ordered: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients, that of hidden summed over the shard's group if it says so; `ordered` as in `add_parts`."""
     hidden, *rest = gradients
     if hidden is None or shard is None or not shard.reduces:
         return gradients
     total = hidden.float()
-    add_parts(total, shard.group)
+    add_parts(total, shard.group, ordered)
     return hidden.copy_(total), *rest
 
 

@@ -61,9 +61,9 @@ class _Backward(Backward):
             torch.zeros(low_rank.up.shape, dtype=torch.float32, device=device),
         )
 
-    def _workspace(self, tile: Tile) -> Workspace:
+    def _workspace(self, tile: Tile, block: int) -> Workspace:
         memory = (self.head, tile, self.order.index is not None, self.backend, self.plan.mapped)
-        return _TwoProducts(self.low_rank, *memory, self.plan.call.float32_logits, forms_gradient=True)
+        return _TwoProducts(self.low_rank, *memory, self.plan.call.float32_logits, forms_gradient=True, block=block)
 
     def _chunks(self, *args: Any) -> Iterator[tuple[slice, Tensor | slice, Tensor, Any]]:
         for chunk in super()._chunks(*args):

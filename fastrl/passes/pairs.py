@@ -27,20 +27,28 @@ from fastrl.passes.linear import fake_gradients as fake_head_gradients
 from fastrl.passes.linear import head_backward, saved_run
 from fastrl.passes.logits import upstream
 from fastrl.passes.operator import Operator
-from fastrl.planning.plans import Plan
-from fastrl.planning.tiling import Needs, Tile
+from fastrl.planning.tiling import Call, Needs, Tile
 
 
 class PairWorkspace(Workspace):
     """Memory for a chunk's hidden states and a tile of its logits, of a student and a teacher."""
 
     def __init__(
-        self, head: Head, teacher: Head, tile: Tile, used: Order, backend: str, plan: Plan, gradient: bool, mapped: bool
+        self,
+        head: Head,
+        teacher: Head,
+        tile: Tile,
+        used: Order,
+        backend: str,
+        call: Call,
+        gradient: bool,
+        mapped: bool,
+        block: int,
     ) -> None:
         # The kernels for pairs take contiguous tiles.
         memory = (tile, used.index is not None, backend, mapped)
-        super().__init__(head, *memory, plan.call.float32_logits, gradient, pitched=False)
-        self._teacher = Workspace(teacher, *memory, plan.call.teacher.float32_logits, pitched=False)
+        super().__init__(head, *memory, call.float32_logits, gradient, pitched=False, block=block)
+        self._teacher = Workspace(teacher, *memory, call.teacher.float32_logits, pitched=False, block=block)
         self._teacher_hidden = teacher.hidden[:0]
 
     def hidden(self, where: Tensor | slice) -> Tensor:
@@ -93,7 +101,7 @@ def divergence_statistics(
     if used.count == 0:
         return out
     tile = plan.tile("statistics", used.count)
-    workspace = PairWorkspace(head, teacher, tile, used, backend, plan, False, plan.mapped)
+    workspace = PairWorkspace(head, teacher, tile, used, backend, plan.call, False, plan.mapped, plan.call.block)
     rows = _Rows(transform, teacher_transform).part(used.index)
     for part in slices(used.count, tile.rows):
         where, inputs = used.rows(part), rows.part(part)
@@ -138,9 +146,9 @@ class _Backward(Passes):
         super().__init__(head, active, rows, needs, run, undo)
         self.teacher, self.divergence = teacher, divergence
 
-    def _workspace(self, tile: Tile) -> PairWorkspace:
-        memory = (tile, self.order, self.backend, self.plan)
-        return PairWorkspace(self.head, self.teacher, *memory, True, self.plan.mapped)
+    def _workspace(self, tile: Tile, block: int) -> PairWorkspace:
+        memory = (tile, self.order, self.backend, self.plan.call)
+        return PairWorkspace(self.head, self.teacher, *memory, True, self.plan.mapped, block)
 
     def _gradient(self, hidden: Tensor, rows: _Rows, columns: slice, workspace: Workspace) -> Tensor:
         assert isinstance(workspace, PairWorkspace)
@@ -219,9 +227,9 @@ def divergence_forward_gradient(
     (backend, _, plan), vocab = run, head.entries
     used, chunks = active_chunks(mask, c != 0, run, num_active)
     out = torch.zeros(c.shape, dtype=torch.float32, device=head.hidden.device)
-    sums = GradientSums(head, used, chunks, plan.call.needs, plan.one_chunk, backend)
+    sums = GradientSums(head, used, chunks, plan, plan.one_chunk, backend)
     head, tile = head.unpadded(), Tile(sums.longest, vocab)
-    workspace = PairWorkspace(head, teacher, tile, used, backend, plan, True, False)
+    workspace = PairWorkspace(head, teacher, tile, used, backend, plan.call, True, False, plan.call.block)
     rows = _Rows(transform, teacher_transform, c).part(used.index)
     for chunk in chunks:
         places = slice(chunk.start, chunk.stop)

@@ -225,7 +225,7 @@ class _ShardedFrozenHead(FrozenHead):
     def _run(self) -> None:
         super()._run()
         for slope, total in enumerate(self.parts or (self.slopes if self.shard.reduces else [])):
-            add_parts(total, self.shard.group)
+            add_parts(total, self.shard.group, self.plan.call.block > 0)
             if self.parts:
                 store_rows(self.slopes[slope], self.order.rows(slice(0, self.order.count)), total, None)
 
@@ -243,7 +243,8 @@ class _ShardedFrozenHead(FrozenHead):
 
     def _store(self, vector: int, places: slice, where: Tensor | slice, gradient: Tensor) -> None:
         if self.parts:
-            add_product(self.parts[vector][places], gradient, self.head.weight, first=True)
+            part = self.parts[vector][places]
+            add_product(part, gradient, self.head.weight, first=True, block=self.plan.call.block)
         else:
             super()._store(vector, places, where, gradient)
 
@@ -259,10 +260,10 @@ class _ShardedSums(GradientSums):
     """
 
     def __init__(
-        self, shard: VocabularyShard, head: Head, used: Order, chunks: Sequence[Chunk], needs: Needs, *args: Any
+        self, shard: VocabularyShard, head: Head, used: Order, chunks: Sequence[Chunk], plan: Plan, *args: Any
     ) -> None:
-        super().__init__(head, used, chunks, needs, *args)
-        self.group = shard.group if shard.reduces and needs.hidden else None
+        super().__init__(head, used, chunks, plan, *args)
+        self.group = shard.group if shard.reduces and plan.call.needs.hidden else None
         self.last = max([chunk for chunk in chunks if chunk.active], default=None)
         self.parts: Tensor | None = None
         self.wait: Callable[[], None] | None = None
@@ -274,7 +275,8 @@ class _ShardedSums(GradientSums):
         if self.parts is None:
             super()._store_hidden(chunk, gradient)
         else:
-            add_product(self.parts[chunk.start : chunk.start + chunk.active], gradient, self.matrix, first=True)
+            part = self.parts[chunk.start : chunk.start + chunk.active]
+            add_product(part, gradient, self.matrix, first=True, block=self.block)
         if chunk is self.last:
             self._start_sum()
 
@@ -282,7 +284,7 @@ class _ShardedSums(GradientSums):
         if self.group is not None and self.wait is None:
             total = self.hidden if self.parts is None else self.parts
             assert total is not None
-            self.wait = start_add_parts(total, self.group)
+            self.wait = start_add_parts(total, self.group, self.block > 0)
 
     def fail(self) -> None:
         """Make the sum of dH over the group with NaN for this rank's part, unless it has been started."""
@@ -319,12 +321,11 @@ def forward_gradient(
 
     A chunk's statistics travel between the ranks while the product of the next is computed.
     """
-    sums = _ShardedSums(shard, head, used, chunks, plan.call.needs, one_chunk, backend)
+    sums = _ShardedSums(shard, head, used, chunks, plan, one_chunk, backend)
     out, whole = empty_terms(targets, used), slice(0, head.entries)
     memory = (head.unpadded(), Tile(sums.longest, head.entries), used.index is not None, backend, False)
-    workspaces = [
-        Workspace(*memory, plan.call.float32_logits, forms_gradient=True) for _ in range(min(max(len(chunks), 1), 2))
-    ]
+    kind: dict[str, Any] = {"forms_gradient": True, "block": plan.call.block}
+    workspaces = [Workspace(*memory, plan.call.float32_logits, **kind) for _ in range(min(max(len(chunks), 1), 2))]
     begun: list[tuple[int, Tensor, Tensor, Rows, Callable[[], Statistics]]] = []
 
     def end() -> None:

@@ -51,6 +51,7 @@ def call_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "objective": None if options.objective == "logprobs" else any_numbers(options.objective),
         "gradients": [x for x in options.gradients.split(",") if x not in ("", "none")],
         "logits_dtype": DTYPES.get(options.logits_dtype),
+        "batch_invariant": options.batch_invariant,
     }
 
 
@@ -64,6 +65,7 @@ def call_parser(prog: str, description: str) -> argparse.ArgumentParser:
     add("--budget", help="such as 512MiB; default: a sixteenth of the device's memory")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--logits-dtype", choices=("float32",), help="of the logits, unrounded sums; default: that of the head")
+    add("--batch-invariant", action="store_true", help="each row with the same bits whatever else is computed")
     told = f"one of {', '.join(PRESETS)}; or logprobs, for log-probabilities alone; default: %(default)s"
     add("--objective", choices=[*PRESETS, "logprobs"], default="GRPO", metavar="NAME", help=told)
     add("--gradients", default="hidden,weight", help="some of hidden,weight,bias, or none; default: %(default)s")

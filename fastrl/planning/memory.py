@@ -16,7 +16,7 @@ from fastrl.objectives.row_local import ANY, TOKEN, Given, scope, slopes
 from fastrl.planning.budget import default_budget, parse_budget, text
 from fastrl.planning.plans import Plan, applicable, choose, least_budget, within
 from fastrl.planning.prices import plan_seconds
-from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher
+from fastrl.planning.tiling import INVARIANT_ROWS, NO_TEACHER, Call, Needs, Teacher
 
 #: The dtypes of hidden states and weight, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,6 +80,7 @@ def plan_memory(
     teacher_hidden: int | None = None,
     gathered: int = 0,
     logits_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> MemoryPlans:
     """Returns the plan that a loss from hidden states takes, and the cost of every plan.
 
@@ -105,6 +106,8 @@ def plan_memory(
             `linear_gathered_logprobs`, to which objective, on_policy and longest do not apply.
         logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
             products, as in an engine that computes its head in float32.
+        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
+            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
 
     Returns:
         MemoryPlans. U = 2 N V H floating-point operations. Its `seconds`, of products, their sums, the row kernels and
@@ -118,7 +121,7 @@ def plan_memory(
     """
     call = call_of(
         *(tokens, hidden, vocab, dtype, objective, gradients, on_policy, longest, kept, unrecorded, device),
-        *(teacher_hidden, gathered, logits_dtype),
+        *(teacher_hidden, gathered, logits_dtype, batch_invariant),
     )
     return plans_of(call, parse_budget(budget, "budget"))
 
@@ -152,6 +155,7 @@ def call_of(
     teacher_hidden: int | None = None,
     gathered: int = 0,
     logits_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> Call:
     """What the planner knows of a call with these arguments of `plan_memory`, which are checked."""
     counts = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
@@ -192,6 +196,7 @@ def call_of(
         teacher=teacher,
         gathered=gathered,
         float32_logits=float32_logits,
+        block=INVARIANT_ROWS[device] if batch_invariant else 0,
         **({"scope": TOKEN} if teacher.hidden else _objective(None if gathered else objective, on_policy)),
     )
 

@@ -209,6 +209,7 @@ def choose(call: Call, budget: int | None, share: int | None = None, names: tupl
         ids = f"{call.support_entries} recorded ids, {call.rows} other" if call.support_entries else f"{call.rows}"
         problem = f"{ids} tokens x {call.hidden} x {call.vocab} in {str(call.dtype).removeprefix('torch.')}"
         problem += " with float32 logits" if call.float32_logits else ""
+        problem += f", batch-invariant in blocks of {call.block} rows" if call.block else ""
         told = f"got {budget} bytes, the smallest possible is {least} ({text(least)})"
         raise BudgetTooSmall(f"memory_budget is too small for {problem}: {told}", least)
     plan, _ = within(call, names[needed.index(least)], least)
@@ -257,19 +258,25 @@ def _advice(plan: Plan) -> str:
 
 
 def applicable(call: Call) -> tuple[str, ...]:
-    """The plans that can compute the call, whatever memory they take: the fewer products, the earlier."""
+    """The plans that can compute the call, whatever memory they take: the fewer products, the earlier.
+
+    Those of a batch-invariant call give a gradient the same bits, so that the budget and the number of rows may decide.
+    """
     if call.support_entries and not call.rows:
         return ("sparse",)
     if not any(call.needs):
         return ("forward",)
     names = []
     # float16 gradients are scaled by the largest coefficient, which is known only after the statistics of all rows.
-    if call.dtype != torch.float16 and call.scope not in (ANY, SPREAD) and not call.support_entries:
+    alone = call.scope == TOKEN or not call.block  # whether responses fit depends on their lengths
+    if call.dtype != torch.float16 and call.scope not in (ANY, SPREAD) and not call.support_entries and alone:
         names.append("forward-gradient" if call.scope == TOKEN else "whole-response")
     head = call.needs.weight or call.needs.bias
     spread = call.gathered > 0 and call.shards > 1  # the best entry is known after the logits of all ranks
     if not head and not call.support_entries and not call.teacher.hidden and not spread:
         names.append("frozen-head")
+    if call.block and names:
+        return tuple(names[:1])
     names.append("recompute")
     if head and call.needs.hidden:
         names.append("two-pass")

@@ -28,7 +28,13 @@ def times(one: Pass, tile: Tile, device: Device) -> Times:
     chunks, slices = max(-(-rows // tile.rows), 1), -(-vocab // tile.columns)
     tiles = chunks * slices
     n, v = rows / chunks, vocab / slices
-    flops, operands = 2.0 * n * v * width, (n * v + (n + v) * width) * itemsize
+    # A product of the rows' own is formed in blocks of them, each of which reads the head again.
+    block, blocks = (one.block, -(-n // one.block)) if one.block else (n, 1)
+
+    def product(rows: float, width: int, itemsize: int) -> float:
+        operands = (rows * v + (rows + v) * width) * itemsize
+        return device.product(2.0 * rows * v * width, operands, 0.0, itemsize)
+
     # Sums over several tiles: float32, written by the first, read and written by the others, cast in the end.
     wider = 4 - itemsize
     of_weight = call.needs.weight and one.kind in ("forward-gradient", "weight", "both")
@@ -57,15 +63,14 @@ def times(one: Pass, tile: Tile, device: Device) -> Times:
         kernels = device.row_kernel(both)
     # Combining the statistics of a slice with those before: counted.
     combine = 45 if one.kind == "statistics" and slices > 1 else 0
-    product = units * device.product(flops, operands, 0.0, itemsize)
+    products = of_weight * product(n, width, itemsize) + (units - of_weight) * blocks * product(block, width, itemsize)
     if teacher.hidden:
-        operands = (n * v + (n + v) * teacher.hidden) * teacher.itemsize
-        product += device.product(2.0 * n * v * teacher.hidden, operands, 0.0, teacher.itemsize)
+        products += blocks * product(block, teacher.hidden, teacher.itemsize)
     return Times(
-        tiles * product,
+        tiles * products,
         device.exposed(beyond) + device.seconds(last),
         kernels,
-        (tiles * (units + 1 + _A_TILE + combine) + bool(last)) * device.launch,
+        (tiles * (units + (blocks - 1) * (units - of_weight) + 1 + _A_TILE + combine) + bool(last)) * device.launch,
     )
 
 

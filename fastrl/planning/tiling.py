@@ -36,10 +36,15 @@ _FAST = 512
 #: Rows and columns from which forming a tile once with sums over tiles beats one product more without: on a GPU in 16
 #: bits, and elsewhere, where bytes cost less beside operations. Half do where only the head is read more often.
 _USEFUL, _USEFUL_ELSEWHERE = 512, 64
+#: Rows of logits that a check of a batch-invariant call's products compares, and their copies.
+_CHECKED_ROWS = 16
 #: Columns that are enough for a slice of the vocabulary with all rows.
 _SLICE = 1024
 #: Products are fastest for whole blocks of rows.
 _BLOCK = 256
+#: The rows of every product of a batch-invariant call but those of dL/dweight: of the device alone, so that they are
+#: the same whatever else is computed.
+INVARIANT_ROWS = {"cpu": 256, "cuda": 1024}
 #: float64 tensors of the size of what is gathered that combining the statistics of shards holds at once.
 _COMBINED_COPIES = 12
 #: Bytes per row of the float64 values with which the statistics of vocabulary slices are combined
@@ -95,6 +100,7 @@ class Call(NamedTuple):
     teacher: Teacher = NO_TEACHER  # of a divergence between two heads, whose tiles are held side by side
     gathered: int = 0  # entries whose log-probabilities are asked for beside targets, over all tokens
     float32_logits: bool = False  # whether tiles of logits are float32 although the head is narrower
+    block: int = 0  # rows of every product whose result is a row's own, if no row's bits may depend on the others
 
 
 class Tile(NamedTuple):
@@ -123,6 +129,9 @@ class Pass:
         self.narrow = itemsize < 4
         #: Whether a tile spans the vocabulary: a divergence needs the statistics of both rows before its sum.
         self.whole_rows = kind in ("forward-gradient", "frozen") or (kind == "statistics" and teacher)
+        #: The rows of each of its products, or 0: a sum over rows is of none of them.
+        self.block = 0 if kind == "weight" else call.block
+        self.whole_rows = self.whole_rows or self.block > 0
         #: Bytes of a tile per logit: of the logit itself, and of its gradient if that is in a tile of its own.
         self.logit_bytes = itemsize * (call.slopes if kind == "frozen" else 1)
         if call.float32_logits:
@@ -135,10 +144,10 @@ class Pass:
         #: Tiles of the kernels for pairs of rows are contiguous.
         self.unit = 1 if teacher else PITCH
         #: The most rows of a tile, and the fewest rows and columns.
-        self.rows = max(call.rows, 1)
+        self.rows = whole_blocks(max(call.rows, 1), self.block)
         self.least = Tile(min(_LEAST_ROWS, self.rows), min(_LEAST_COLUMNS, call.vocab))
         if self.whole_rows:
-            self.least = Tile(min(least_rows or 1, self.rows), call.vocab)
+            self.least = Tile(min(least_rows or self.block or 1, self.rows), call.vocab)
 
     @property
     def units(self) -> int:
@@ -163,6 +172,9 @@ class Pass:
         fixed = PIECE_BYTES * (call.float32_logits + teacher.float32_logits)
         row = width * (itemsize + 4 * call.float32_logits)
         column, logit = 0, self.logit_bytes
+        if self.block:
+            fixed += _CHECKED_ROWS * vocab * logit
+            row += width * 4 * self.partial  # products in blocks, before they are added
         if teacher.hidden:
             row += teacher.hidden * (teacher.itemsize + 4 * teacher.float32_logits)
             logit += teacher.logit_bytes
@@ -237,7 +249,7 @@ class Pass:
             return rows
         fixed, row, column, logit = self._parts(False, True)
         most = (budget - fixed - vocab * column) // (row + pitch(vocab, self.unit) * logit)
-        return _even(rows, min(most, max(cap // row_bytes, self.least.rows), rows - 1), _BLOCK)
+        return _even(rows, min(most, max(cap // row_bytes, self.least.rows), rows - 1), self.block or _BLOCK)
 
     def _columns(self, rows: int, budget: int, cap: int) -> int:
         """How many columns of so many rows fit, if not all."""
@@ -262,6 +274,11 @@ def _even(total: int, most: int, block: int) -> int:
     most, block = (most // block * block, block) if most >= block else (most, 1)
     length = -(-total // -(-total // most))
     return -(-length // block) * block
+
+
+def whole_blocks(rows: int, block: int) -> int:
+    """So many rows, and as many more as make whole blocks of them; without a block (0), none more."""
+    return -(-rows // block) * block if block else rows
 
 
 def elementwise_bytes(device: str) -> int:

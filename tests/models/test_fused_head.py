@@ -15,6 +15,7 @@ from vocabulary import target_stats, transformed
 import fastrl.models.lm_head as module
 from fastrl.bench.measure import Outcome, Run, peak_temporary_bytes
 from fastrl.integrations.transformers import compute_loss_func, fused_lm_head, remove_fused_lm_head
+from fastrl.models import lm_head
 
 # What differs between their heads is the first thing that an adapter gets wrong.
 MODELS = {
@@ -103,6 +104,19 @@ def test_a_bfloat16_head_may_have_float32_logits(batch):
     assert errors[0] < 1e-5 < 1e-4 < errors[1]
     with pytest.raises(TypeError, match=r"logits_dtype must be None or torch\.float32, got str"):
         fused_lm_head(model, logits_dtype="float32")
+
+
+def test_a_batch_invariant_head_says_so_to_the_loss(batch, monkeypatch):
+    given = []
+    ours = lm_head.linear_token_logprobs
+    monkeypatch.setattr(
+        lm_head,
+        "linear_token_logprobs",
+        lambda *args, **options: given.append(options.get("batch_invariant", False)) or ours(*args, **options),
+    )
+    for batch_invariant in (True, False):
+        fused_lm_head(make("llama"), batch_invariant=batch_invariant)(**batch, return_token_stats=True)
+    assert given == [True, False]
 
 
 def test_without_the_argument_nothing_changes_and_the_head_comes_off(batch):

@@ -203,3 +203,8 @@ def test_a_budget_that_is_too_small_names_one_that_works():
     stats.logprobs.sum().backward()
     with pytest.raises(ValueError, match="the smallest possible is"):
         low_rank_token_logprobs(*arguments, **factors, memory_budget=least - 1)
+
+
+def test_a_head_with_adapters_is_not_batch_invariant_yet():
+    with pytest.raises(NotImplementedError, match="not built yet for a head with LoRA adapters"):
+        fused_lm_head(make(), batch_invariant=True)

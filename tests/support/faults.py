@@ -480,7 +480,7 @@ FAULTS = (
     ),
     Fault(
         "fastrl/passes/backward.py",
-        "add_product(total, gradient, self.head.weight[columns], first=columns.start == 0)",
+        "add_product(total, gradient, self.head.weight[columns], columns.start == 0, block)",
         "add_product(total, gradient, self.head.weight[columns], first=True)",
         "a sum: dL/dhidden of the last slice of the vocabulary alone",
         "planning/test_plans.py::test_plans_agree_with_float64",
