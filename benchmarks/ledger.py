@@ -54,6 +54,7 @@ def linear(
     teacher_hidden: int | None = None,
     gathered: int = 0,
     logits_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     plan: str | None = None,
 ) -> Ledger:
     """The ledger of `linear_policy_loss` and the backward of its loss, or of another call of the same inputs.
@@ -75,6 +76,7 @@ def linear(
         bias = _empty(vocab, dtype=dtype, needs=True) if "bias" in gradients else None
         wanted = [t for t in (x, w, bias) if t is not None and t.requires_grad]
         given: dict[str, Any] = {"bias": bias, "logits_dtype": logits_dtype, "memory_budget": budget}
+        given["batch_invariant"] = batch_invariant
         if teacher_hidden is not None:
             teacher = (_empty(*rows, teacher_hidden, dtype=dtype), _empty(vocab, teacher_hidden, dtype=dtype))
         else:
