@@ -115,6 +115,8 @@ def pretend(device: Device) -> Iterator[None]:
             (Tensor, "data_ptr", _address),
             (torch.UntypedStorage, "data_ptr", _storage_address),
             (torch.cuda, "device", lambda _: nullcontext()),
+            # As while a graph is captured: what is checked once per shape, and reads values, is left out.
+            (torch.cuda, "is_current_stream_capturing", lambda: True),
             (torch.cuda, "get_device_properties", lambda _: properties),
             (torch.cuda, "is_available", lambda: True),
             (choice, "_forced", "triton"),  # whatever is available: nothing that the kernels compute is looked at

@@ -12,8 +12,9 @@ from torch.distributed import ProcessGroup
 
 from fastrl.distributed.groups import gather
 
-#: The most bytes of all ranks' parts that a sum in the order of the ranks holds at once.
-_PIECE_BYTES = 32 << 20
+#: The most bytes of all ranks' parts that a sum in the order of the ranks holds at once, by device: no more than a plan
+#: counts for work on the statistics of all ranks, `planning.tiling.elementwise_bytes`.
+PIECE_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
 
 
 def group_sum(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -36,7 +37,8 @@ def add_parts(total: Tensor, group: ProcessGroup, ordered: bool = False) -> None
 def start_add_parts(total: Tensor, group: ProcessGroup, ordered: bool = False) -> Callable[[], Any]:
     """Starts `add_parts`; the call of what it returns waits for the sum, on a GPU without stopping the host."""
     if ordered and group.size() > 2:  # two numbers have one sum
-        for rows in total.split(max(1, _PIECE_BYTES // max(group.size() * total[:1].nbytes, 1))):
+        piece = PIECE_BYTES.get(total.device.type, PIECE_BYTES["cpu"])
+        for rows in total.split(max(1, piece // max(group.size() * total[:1].nbytes, 1))):
             first, *others = gather(rows, group)
             rows.copy_(first)
             for other in others:

@@ -59,8 +59,8 @@ def linear_cross_entropy(
             products, as in an engine that computes its head in float32.
         memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
             None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
-        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
-            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
+        batch_invariant: whether a row's log-probability and entropy have the same bits whatever else is computed, and
+            so has the gradient of its hidden state for given dL/dlogp and dL/dentropy: `docs/batch_invariance.md`.
         tp_group: a torch.distributed.ProcessGroup over whose ranks the vocabulary is split: weight and bias are this
             rank's rows; all else is the same on every rank. None: it is not split.
         vocab_start: the id of this rank's first vocabulary entry, checked; None: where those of earlier ranks end.

@@ -112,8 +112,8 @@ def linear_divergence(
             products, as in an engine that computes its head in float32.
         memory_budget: bytes, or text such as "256MiB", for temporary memory beyond inputs, outputs and their gradients.
             None: a sixteenth of the device's memory, or what the plan that needs least takes if that is more.
-        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
-            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
+        batch_invariant: whether a row's log-probability and entropy have the same bits whatever else is computed, and
+            so has the gradient of its hidden state for given dL/dlogp and dL/dentropy: `docs/batch_invariance.md`.
         num_tokens: the number of valid tokens (of this rank), if known: saves a GPU with a mask the host
             synchronisations for counting them. A wrong number is an error on a CPU, and a loss of NaN on a GPU.
         vocab_size: the size of the whole vocabulary: rows of the head, or columns of the logits, beyond it are padding,

@@ -30,6 +30,7 @@ from fastrl.passes.forward_gradient import (
     gradient_by_torch,
     linear_forward_gradient,
     row_chunks,
+    row_local_coefficients,
 )
 from fastrl.passes.head import Head, Order, Run, counted, order
 from fastrl.passes.linear import support_linear_loss
@@ -153,7 +154,7 @@ def _forward_gradient(problem: Problem, request: Request, plan: Plan, asked: _Ro
         return from_terms(problem, LossTerms(*terms), loss, clamped=clamped, marks=marks)
     checks.targets_in_range(targets, mask, request.shard.total)
     used, chunks = active_chunks(mask, active_rows(inputs), run, active)
-    coefficients = shards.row_local_coefficients(spec, inputs)
+    coefficients = row_local_coefficients(spec, inputs)
     loss, result = attached(request, plan, used, chunks, coefficients, plan.one_chunk)
     return from_terms(problem, result, loss, clamped=clamped, marks=marks)
 
@@ -273,7 +274,7 @@ def attached(
         rows = (head, request.targets, request.transform, used, chunks)
         how = (one_chunk, plan, forced())
         if request.shard is None:
-            result, gradients = forward_gradient(*rows, gradient_by_torch(coefficients, forced()), *how)
+            result, gradients = forward_gradient(*rows, gradient_by_torch(coefficients, plan.call.step, forced()), *how)
         else:
             result, gradients = shards.forward_gradient(*rows, coefficients, *how, request.shard)
         return loss_of(result), gradients, result

@@ -179,7 +179,7 @@ class Request(NamedTuple):
     targets: Tensor  # (N,) int64
     mask: Tensor | None  # (N,) bool
     transform: Transform
-    sampling_mask: SamplingMask | None  # None if it records nothing
+    sampling_mask: SamplingMask | None  # None if it records nothing, unless the call is batch-invariant
     num_tokens: int  # the number of valid tokens, if the caller knows it; else -1
     budget: int | None
     copied: int  # bytes of inputs that were copied so far
@@ -374,9 +374,10 @@ def planned(
     supports, entries = None, 0
     if (recorded := request.sampling_mask) is not None:
         sizes = (vocab, device.type, head.weight.element_size())
-        widest = widest_support(*sizes)
+        widest, alone = widest_support(*sizes), request.batch_invariant
+        if alone and resolved(forced(), device.type) == "torch":
+            widest = 0  # plain torch pads supports to the longest beside them, on whose length its sums depend
         # Which rows with a wide support take the dense kernels must not depend on how many there are.
-        alone = request.batch_invariant
         gathers_wide = (lambda n, ids: False) if alone else (lambda n, ids: gathers(n, ids, *sizes))
         supports, rows = split(recorded, request.targets, mask, widest, True, gathers_wide)
         entries = max(recorded.token_ids.shape[0], 1)  # a batch-invariant call's mask may record nothing
@@ -404,7 +405,7 @@ def planned(
         teacher=teacher,
         gathered=gathered,
         float32_logits=request.float32_logits,
-        block=tiling.INVARIANT_ROWS.get(device.type, tiling.INVARIANT_ROWS["cpu"]) if request.batch_invariant else 0,
+        block=tiling.invariant_rows(device.type) if request.batch_invariant else 0,
     )
     plan = plans.choose(call, request.budget, request.share)
     return request._replace(num_rows=rows, supports=supports), plan

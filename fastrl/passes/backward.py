@@ -15,6 +15,7 @@ from torch import Tensor
 from fastrl.backend.contract import Statistics
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import add_parts
+from fastrl.passes.blocks import block_product
 from fastrl.passes.head import (
     Head,
     HeadSums,
@@ -227,9 +228,9 @@ class Passes(ABC):
         if total is not None:
             add_product(total[part], gradient, weight, first, self.block)
         elif isinstance(where, slice):
-            add_product(self.hidden[where], gradient, weight, first)
+            add_product(self.hidden[where], gradient, weight, first, self.block)
         else:  # inactive rows were set to 0; no row occurs twice, so no two additions collide
-            self.hidden.index_add_(0, where, torch.mm(gradient, weight))
+            self.hidden.index_add_(0, where, block_product(gradient, weight, self.block))
 
     def _outer(self, columns: slice, sums: Tensor | None, direct: bool) -> HeadSums:
         weight = None if self.weight is None else self.weight[columns]

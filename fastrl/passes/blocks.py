@@ -8,13 +8,16 @@ but checked here, once per shape, for the factors at hand.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastrl.planning.tiling import whole_blocks
+from fastrl.planning.tiling import CHECKED_ROWS, whole_blocks
 
-#: What was checked: (rows, H, V, dtypes, device, number of threads).
+#: Rows that are compared, from the first to the last of a block: with their copies, as many as the planner counts.
+_PLACES = CHECKED_ROWS // 2
+#: What was checked: shapes, strides, dtypes, device, number of threads, and what else chooses a kernel.
 _checked: set[tuple[object, ...]] = set()
 
 
@@ -24,18 +27,26 @@ def padded(rows: Tensor, block: int) -> Tensor:
 
 
 def block_product(rows: Tensor, weight: Tensor, block: int, dtype: torch.dtype | None = None) -> Tensor:
-    """rows (n, v) of a tile times weight (v, H), block by block. dtype: of the result, by default the factors'."""
+    """rows (n, v) of a tile times weight (v, H), block by block; 0: at once.
+
+    dtype: of the result, by default the factors'.
+    """
     given = padded(rows, block)
     out = rows.new_empty((given.shape[0], weight.shape[1]), dtype=dtype)
     wider = {} if out.dtype == rows.dtype else {"out_dtype": out.dtype}
-    for first in range(0, given.shape[0], block):
-        part = slice(first, first + block)
+    for first in range(0, given.shape[0], block or max(given.shape[0], 1)):
+        part = slice(first, first + (block or given.shape[0]))
         torch.mm(given[part], weight, out=out[part], **wider)
     return out[: rows.shape[0]]
 
 
 def check_products(
-    logits: Callable[[], Tensor], hidden: Tensor, weight: Tensor, gradient: Tensor | None, kind: tuple[object, ...]
+    logits: Callable[[], Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    gradient: Tensor | None,
+    wide: torch.dtype | None,
+    kind: tuple[object, ...],
 ) -> None:
     """Raises RuntimeError where a row of a product of one block depends on the other rows, or on its place.
 
@@ -44,35 +55,42 @@ def check_products(
         hidden: (block, H), which is overwritten.
         weight: (v, H).
         gradient: (block, v), memory for the factor of dL/dhidden, which is overwritten; None: none is formed.
+        wide: a dtype in which products with it may be formed, beside its own; None: there is none.
         kind: what else decides which product the library takes.
     """
     block, width = hidden.shape
-    key = (block, width, weight.shape[0], weight.dtype, weight.device, torch.get_num_threads(), *kind)
+    how = (torch.get_num_threads(), torch.get_float32_matmul_precision())
+    key = (block, *weight.shape, weight.stride(), weight.dtype, weight.device, *how, *kind)
     # A graph's capture cannot read results; the run before it, which capturing needs, has checked them.
     if key in _checked or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    wrong = _depend(logits, hidden)
+    found = [_depend(logits, hidden)]
     if gradient is not None:
-        wrong = wrong or _depend(lambda: block_product(gradient, weight, block), gradient)
-    if wrong:
+        dtypes = (None,) if wide is None else (None, wide)
+        found += [_depend(partial(block_product, gradient, weight, block, dtype), gradient) for dtype in dtypes]
+    if True in found:
         raise RuntimeError(
             f"batch_invariant=True cannot be kept on this machine: in a product of {block} rows over {width} x"
             f" {weight.shape[0]} in {str(weight.dtype).removeprefix('torch.')}, a row's bits depend on the other rows"
             " or on its place"
         )
-    _checked.add(key)
+    if None not in found:
+        _checked.add(key)
 
 
-def _depend(product: Callable[[], Tensor], factor: Tensor) -> bool:
-    """Whether rows of a product change with their place in `factor` (block, k), or with the rows beside them."""
+def _depend(product: Callable[[], Tensor], factor: Tensor) -> bool | None:
+    """Whether rows of a product change with their place in `factor` (block, k), or with the rows beside them.
+
+    None: they are all 0, as of a head that has not been trained, which says nothing.
+    """
     block, generator = factor.shape[0], torch.Generator(factor.device).manual_seed(0)
-    places = sorted({0, block // 2, block - 1})
+    places = torch.linspace(0, block - 1, _PLACES, device=factor.device).long()
     factor.normal_(generator=generator)
-    rows, expected = factor[places], product()[places]
+    rows, expected = factor[places], product()[places].nan_to_num_()
     for shift, others in ((block // 3 + 1, 0.0), (block // 2 + 3, 1.0)):
-        moved = [(place + shift) % block for place in places]
+        moved = (places + shift) % block
         factor.normal_(std=others, generator=generator) if others else factor.zero_()
         factor[moved] = rows
-        if not torch.equal(product()[moved].nan_to_num(), expected.nan_to_num()):
+        if not torch.equal(product()[moved].nan_to_num_(), expected):
             return True
-    return False
+    return False if bool(expected.any()) else None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Statistics
+from fastrl.passes.head import slices
+from fastrl.passes.rows import Rows
 
 _LOG2_E = 1 / math.log(2)
 
@@ -60,3 +64,37 @@ class Combined:
         entropy = self.total - torch.minimum(self.mean, self.total)
         stats = (logprob, entropy, self.maximum, self.total - self.maximum)
         return Statistics(*(x.float() for x in stats))
+
+
+def sliced_statistics(
+    logits_of: Callable[[slice], Tensor], rows: Rows, vocab: int, step: int, backend: str
+) -> Statistics:
+    """Statistics of a chunk of rows, of one slice of the vocabulary after another, whose logits (n, v) are given."""
+    if vocab == 0:
+        return no_statistics(rows.targets)
+    combined = None if step >= vocab else Combined(rows.targets)
+    for columns in slices(vocab, step):
+        logits = logits_of(columns)
+        rows.restrict(logits, columns.start, backend)
+        targets = rows.targets - columns.start if columns.start else rows.targets
+        if rows.entries is not None and rows.row_ids is not None:
+            targets = rows.entries.gather(logits, columns.start, rows.row_ids, backend)
+        stats: Statistics = row_functions(backend, logits).row_statistics(logits[None], targets, None, rows.transform)
+        if combined is None:
+            return stats
+        combined.add(stats, (targets >= 0) & (targets < logits.shape[1]))
+    assert combined is not None
+    return combined.finish()
+
+
+def no_statistics(targets: Tensor) -> Statistics:
+    """The statistics (N,) of no logits at all, as of an empty shard: a maximum of -inf, which `Combined` leaves out."""
+    zeros = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
+    return Statistics(zeros, zeros, torch.full_like(zeros, -torch.inf), zeros)
+
+
+def tile_statistics(logits: Tensor, rows: Rows, step: int, backend: str, first: int = 0) -> Statistics:
+    """The same of whole rows of logits (n, v), of which the vocabulary entry `first` is the first."""
+    if first:
+        rows = rows._replace(targets=rows.targets - first)
+    return sliced_statistics(lambda columns: logits[:, columns], rows, logits.shape[1], step, backend)

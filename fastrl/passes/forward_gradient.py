@@ -16,10 +16,13 @@ from torch import Tensor
 
 from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import LossTerms, Statistics, Transform
+from fastrl.backend.torch.rows import row_terms
 from fastrl.base import checks
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
+from fastrl.passes.combined import tile_statistics
 from fastrl.passes.head import Head, HeadGradients, HeadSums, Order, Run, Workspace, active_first, empty, store_product
 from fastrl.passes.operator import Operator, hand_over
+from fastrl.passes.rows import Rows
 from fastrl.planning.plans import Plan
 from fastrl.planning.tiling import Tile
 
@@ -109,7 +112,8 @@ def forward_gradient(
     sums = GradientSums(head, used, chunks, plan, one_chunk, backend)
     out = empty_terms(targets, used)
     memory = (head.unpadded(), Tile(sums.longest, vocab), used.index is not None, backend, False)
-    workspace = Workspace(*memory, plan.call.float32_logits, forms_gradient=True, block=plan.call.block)
+    block, step = plan.call.block, plan.call.step
+    workspace = Workspace(*memory, plan.call.float32_logits, forms_gradient=True, block=block, step=step)
     for number, chunk in enumerate(chunks):
         where = used.rows(slice(chunk.start, chunk.stop))
         hidden = workspace.hidden(where)
@@ -129,14 +133,17 @@ def empty_terms(targets: Tensor, used: Order) -> LossTerms:
     return LossTerms(*[make(shape, dtype=torch.float32, device=targets.device) for shape in shapes])
 
 
-def gradient_by_torch(coefficients: Coefficients, backend: str) -> ChunkGradient:
-    """Returns a ChunkGradient whose coefficients are computed between a chunk's statistics and its gradient."""
+def gradient_by_torch(coefficients: Coefficients, step: int, backend: str) -> ChunkGradient:
+    """Returns a ChunkGradient whose coefficients are computed between a chunk's statistics and its gradient.
+
+    The statistics are those of slices of `step` entries of the vocabulary, combined.
+    """
 
     def chunk_gradient(
         logits: Tensor, targets: Tensor, transform: Transform, where: Tensor | slice, number: int, out: Tensor
     ) -> LossTerms:
         functions: Any = row_functions(backend, logits)
-        stats: Statistics = functions.row_statistics(logits, targets, None, transform)
+        stats = tile_statistics(logits[0], Rows(targets, transform), step, backend)
         terms, c, h = coefficients(stats, where, number)
         functions.row_gradient(logits, targets, None, transform, stats, c, h, out)
         return LossTerms(stats.logprobs, stats.entropy, terms)
@@ -160,6 +167,19 @@ def inputs_of(inputs: RowInputs, where: Tensor | slice) -> RowInputs:
         return inputs
     chosen = [x if x is None or x.dim() == 0 else x[where].contiguous() for x in inputs]
     return RowInputs(*chosen)  # type: ignore[arg-type]
+
+
+def row_local_coefficients(objective: RowObjective, inputs: RowInputs) -> Coefficients:
+    """The coefficients of a row-local objective, formed from the statistics of whole rows."""
+
+    def chunk_coefficients(
+        stats: Statistics, where: Tensor | slice, number: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        part = inputs_of(inputs, where)
+        terms, c, h = row_terms(stats.logprobs, stats.entropy, None, objective, part)
+        return terms, c, None if part.entropy_weights is None else h
+
+    return chunk_coefficients
 
 
 class LinearLoss(NamedTuple):
@@ -200,7 +220,11 @@ def linear_forward_gradient(
         terms: LossTerms = functions.row_forward_gradient(logits, targets, None, transform, objective, part, beside)
         return terms
 
-    arguments = (head, targets, transform, used, chunks, by_kernel, run.plan.one_chunk, run.plan, run.backend)
+    step = run.plan.call.step
+    chunk_gradient: ChunkGradient = by_kernel
+    if step < head.entries:  # the kernel gives the statistics of whole rows, not those of slices
+        chunk_gradient = gradient_by_torch(row_local_coefficients(objective, inputs), step, run.backend)
+    arguments = (head, targets, transform, used, chunks, chunk_gradient, run.plan.one_chunk, run.plan, run.backend)
     results, gradients = forward_gradient(*arguments)
     return LinearLoss(results.terms[0].sum(), *results, *HeadGradients.of(gradients, head.hidden))
 

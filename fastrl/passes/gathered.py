@@ -21,6 +21,7 @@ from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import add_parts
 from fastrl.passes import consumed
 from fastrl.passes.backward import Passes, order_of_active, row_gradient_of
+from fastrl.passes.combined import no_statistics
 from fastrl.passes.entries import (
     EntryGradients,
     EntryValues,
@@ -38,7 +39,6 @@ from fastrl.passes.linear import (
     dense_statistics,
     fake_gradients,
     head_backward,
-    no_statistics,
     over_group,
     support_products,
 )

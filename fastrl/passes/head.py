@@ -180,7 +180,8 @@ class Workspace:
     `pitched`: the rows of a tile begin on a cache line. `mapped`: the system gets the memory back when it is freed.
     `float32_logits`: the tile holds the sums of the product as they are, in float32, although the head is narrower; its
     gradient, which is as narrow, has a tile of its own (`forms_gradient`: if there is one). `block`: the rows of every
-    product (`blocks`); the workspace then holds whole blocks, of which those behind a chunk's rows are padding.
+    product (`blocks`); the workspace then holds whole blocks, of which those behind a chunk's rows are padding. `step`:
+    the columns of every product, by default those that are asked for.
     """
 
     def __init__(
@@ -194,11 +195,14 @@ class Workspace:
         forms_gradient: bool = False,
         pitched: bool = True,
         block: int = 0,
+        step: int = 0,
     ) -> None:
         weight, make = head.weight, scratch if mapped else empty
         self.head, self.block, self._unit = head, block, PITCH if pitched else 1
+        self._columns = min(tile.columns, weight.shape[0])  # a tile may be that of a larger shard
+        self._step = step or max(self._columns, 1)
         rows, width = whole_blocks(tile.rows, block), weight.shape[1]
-        size = rows * pitch(min(tile.columns, weight.shape[0]), self._unit)  # a tile may be that of a larger shard
+        size = rows * pitch(self._columns, self._unit)
         self._logits = make((size,), torch.float32 if float32_logits else weight.dtype, weight, backend)
         self._gradient = make((size,), weight.dtype, weight, backend) if float32_logits and forms_gradient else None
         self._rows = make((rows, width), weight.dtype, weight, backend) if gathers or block else None
@@ -208,22 +212,26 @@ class Workspace:
             self._float32_rows = make((rows, width), torch.float32, weight, backend)
             entries = max(1, min(PIECE_BYTES // (4 * width), weight.shape[0]))
             self._float32_weight = make((entries, width), torch.float32, weight, backend)
-        if block and weight.shape[0]:
-            self._check(forms_gradient)
+        if block and size:
+            *_, last = slices(weight.shape[0], self._columns)
+            for columns in (slice(0, self._columns), last):
+                self._check(columns, forms_gradient)
 
-    def _check(self, forms_gradient: bool) -> None:
-        """Raises RuntimeError if the bits of a product's rows depend on other rows."""
+    def _check(self, columns: slice, forms_gradient: bool) -> None:
+        """Raises RuntimeError if the bits of the rows of these products depend on other rows."""
         assert self._rows is not None
-        rows, vocab = self._rows[: self.block], self.head.weight.shape[0]
+        rows, weight = self._rows[: self.block], self.head.weight[columns]
 
         def logits() -> Tensor:
             if self._float32_rows is not None:
                 self._float32_rows[: self.block].copy_(rows)
-            return self.logits(rows, slice(0, vocab))
+            return self.logits(rows, columns)
 
-        factor = self._tile(self._logits if self._gradient is None else self._gradient, self.block, vocab)
-        kind = (self._logits.dtype, self.head.bias is None, forms_gradient)
-        check_products(logits, rows, self.head.weight, factor if forms_gradient else None, kind)
+        memory = self._logits if self._gradient is None else self._gradient
+        factor = self._tile(memory, self.block, weight.shape[0]) if forms_gradient else None
+        wide = torch.float32 if _gives_float32(weight.dtype, weight.device) else None
+        kind = (self._logits.dtype, self.head.bias is None, forms_gradient, self._step, self._unit)
+        check_products(logits, rows, weight, factor, wide, kind)
 
     def hidden(self, where: Tensor | slice) -> Tensor:
         """Hidden states (n, H) of these rows, contiguous."""
@@ -244,17 +252,19 @@ class Workspace:
 
     def logits(self, hidden: Tensor, columns: slice) -> Tensor:
         """Logits (n, v): hidden (n, H), the last that `hidden` returned, times these entries of the head, plus bias."""
-        weight, bias, count = self.head.weight[columns], self.head.bias, hidden.shape[0]
-        bias = None if bias is None else bias[columns]
-        out = self._tile(self._logits, whole_blocks(count, self.block), weight.shape[0])
-        for part in slices(out.shape[0], self.block or max(count, 1)):
-            rows = self._rows[part] if self.block and self._rows is not None else hidden
-            if out.dtype != hidden.dtype:
-                self._form_float32(rows, part, weight, bias, out[part])
-            elif bias is None:
-                torch.mm(rows, weight.t(), out=out[part])
-            else:
-                torch.addmm(bias, rows, weight.t(), out=out[part])
+        count, total = hidden.shape[0], columns.stop - columns.start
+        out = self._tile(self._logits, whole_blocks(count, self.block), total)
+        for part in slices(total, self._step):
+            entries = slice(columns.start + part.start, columns.start + part.stop)
+            weight, bias = self.head.weight[entries], None if self.head.bias is None else self.head.bias[entries]
+            for where in slices(out.shape[0], self.block or max(count, 1)):
+                rows = self._rows[where] if self.block and self._rows is not None else hidden
+                if out.dtype != hidden.dtype:
+                    self._form_float32(rows, where, weight, bias, out[where, part])
+                elif bias is None:
+                    torch.mm(rows, weight.t(), out=out[where, part])
+                else:
+                    torch.addmm(bias, rows, weight.t(), out=out[where, part])
         return out[:count]
 
     def _form_float32(self, rows: Tensor, where: slice, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -316,8 +326,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool, block: int = 0
     """
     if block:
         wide = torch.float32 if _gives_float32(a.dtype, a.device) else None
-        product = block_product(a, b, block, wide)
-        total.copy_(product) if first else total.add_(product)
+        for part in slices(a.shape[0], block):
+            product = block_product(a[part], b, block, wide)
+            total[part].copy_(product) if first else total[part].add_(product)
     elif a.dtype == torch.float32:
         total.addmm_(a, b, beta=0 if first else 1)
     elif a.is_cuda and _accumulates_float32(a.dtype, a.device):

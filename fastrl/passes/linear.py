@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import add_parts
 from fastrl.objectives.rows import TERMS, RowInputs, RowObjective
 from fastrl.passes.backward import Backward
-from fastrl.passes.combined import Combined
+from fastrl.passes.combined import sliced_statistics, tile_statistics
 from fastrl.passes.entries import EntryValues
 from fastrl.passes.head import (
     Head,
@@ -71,36 +72,11 @@ def dense_statistics(
     rows = Rows(targets, options.transform, wide=wide, entries=entries).ordered(used)
     for part in slices(used.count, tile.rows):
         where = used.rows(part)
-        chunk = _chunk_statistics(workspace, workspace.hidden(where), rows.part(part), tile.columns, backend)
+        hidden, vocab = workspace.hidden(where), head.weight.shape[0]
+        chunk = sliced_statistics(partial(workspace.logits, hidden), rows.part(part), vocab, tile.columns, backend)
         for total, values in zip(out, chunk, strict=True):
             total[where] = values
     return out
-
-
-def _chunk_statistics(workspace: Workspace, hidden: Tensor, rows: Rows, step: int, backend: str) -> Statistics:
-    """Statistics of a chunk of rows, computed one slice of the vocabulary after another."""
-    vocab = workspace.head.weight.shape[0]
-    if vocab == 0:
-        return no_statistics(rows.targets)
-    combined = None if step >= vocab else Combined(rows.targets)
-    for columns in slices(vocab, step):
-        logits = workspace.logits(hidden, columns)
-        rows.restrict(logits, columns.start, backend)
-        targets = rows.targets - columns.start if columns.start else rows.targets
-        if rows.entries is not None and rows.row_ids is not None:
-            targets = rows.entries.gather(logits, columns.start, rows.row_ids, backend)
-        stats: Statistics = row_functions(backend, logits).row_statistics(logits[None], targets, None, rows.transform)
-        if combined is None:
-            return stats
-        combined.add(stats, (targets >= 0) & (targets < logits.shape[1]))
-    assert combined is not None
-    return combined.finish()
-
-
-def no_statistics(targets: Tensor) -> Statistics:
-    """The statistics (N,) of no logits at all, as of an empty shard: a maximum of -inf, which `Combined` leaves out."""
-    zeros = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
-    return Statistics(zeros, zeros, torch.full_like(zeros, -torch.inf), zeros)
 
 
 def statistics_of(head: Head, targets: Tensor, options: RowOptions, run: Run) -> RowStatistics:
@@ -133,8 +109,11 @@ class FrozenHead:
 
     These are in hidden's dtype, times `slope_scale`. A row's statistics and each of its slopes are one visit by
     `row_forward_gradient`, which does not give the maximum and the log-sum: without `all_statistics` these are empty.
-    `entries` as in `dense_statistics`.
+    `entries` as in `dense_statistics`. Where statistics are those of slices, which the visit does not give either, or
+    of all ranks, they come first.
     """
+
+    first = 0  # the vocabulary entry of the head's first row
 
     def __init__(
         self,
@@ -146,6 +125,8 @@ class FrozenHead:
         entries: EntryValues | None = None,
     ) -> None:
         self.head, self.backend, self.plan, self.all_statistics = head, run.backend, run.plan, all_statistics
+        self.step = run.plan.call.step
+        self.statistics_first = self.step < head.entries
         self.order, self.out = order(options.mask, targets.shape[0], run.num_rows), _zeros(targets)
         self.rows = Rows(targets, options.transform, entries=entries).ordered(self.order)
         count = run.plan.call.slopes
@@ -154,27 +135,32 @@ class FrozenHead:
     def run(self) -> tuple[Statistics, list[Tensor]]:
         """The statistics and the slopes."""
         out = self.out
-        if not self.all_statistics:
-            self.out = out._replace(maximum=out.maximum.new_empty(0), log_sum=out.log_sum.new_empty(0))
         if self.order.count:
             self._run()
+        if not self.all_statistics:
+            self.out = out._replace(maximum=out.maximum.new_empty(0), log_sum=out.log_sum.new_empty(0))
         return self.out, self.slopes
 
     def _run(self) -> None:
         head, used, float32_logits = self.head, self.order, self.plan.call.float32_logits
         tile, vocab = self.plan.tile("frozen", used.count), head.weight.shape[0]
         memory = (head, tile, used.index is not None, self.backend)
-        workspace = Workspace(*memory, float32_logits=float32_logits, forms_gradient=True, block=self.plan.call.block)
+        block = self.plan.call.block
+        workspace = Workspace(*memory, False, float32_logits, forms_gradient=True, block=block, step=self.step)
         beside = None
         if len(self.slopes) == 2 and not float32_logits:
             beside = empty_tile(tile.rows, vocab, head.weight, self.backend)
         for places in slices(used.count, tile.rows):
             where, rows = used.rows(places), self.rows.part(places)
             logits = workspace.logits(workspace.hidden(where), slice(0, vocab))
-            if rows.entries is not None and rows.row_ids is not None:
-                # Any target will do in a row without one: nothing reads its slope.
-                rows = rows._replace(targets=rows.entries.gather(logits, 0, rows.row_ids, self.backend).clamp_min(0))
+            if rows.entries is not None and rows.row_ids is not None and not self.statistics_first:
+                rows = rows._replace(targets=rows.entries.gather(logits, 0, rows.row_ids, self.backend))
             rows = rows._replace(statistics=self._statistics(logits, rows))
+            if rows.entries is not None:
+                # Those of slices were gathered with their statistics. Any target will do in a row without one: nothing
+                # reads its slope.
+                targets = rows.entries.best.ids[rows.row_ids] if self.statistics_first else rows.targets
+                rows = rows._replace(targets=targets.clamp_min(0))
             if rows.statistics is not None:
                 for total, values in zip(self.out, rows.statistics, strict=True):
                     total[where] = values
@@ -187,16 +173,21 @@ class FrozenHead:
 
     def _statistics(self, logits: Tensor, rows: Rows) -> Statistics | None:
         """The statistics of a chunk of rows if they need a visit of their own."""
-        if not self.all_statistics:
+        if not self.all_statistics and not self.statistics_first:
             return None
-        functions: Any = row_functions(self.backend, logits)
-        stats: Statistics = functions.row_statistics(logits[None], rows.targets, None, rows.transform)
-        return stats
+        return tile_statistics(logits, rows, self.step, self.backend)
 
     def _write_gradient(
         self, vector: int, logits: Tensor, rows: Rows, where: Tensor | slice, scale: float | Tensor, out: Tensor
     ) -> None:
         """Write d logp (vector 0) or d entropy (vector 1) / d logits (n, v), times `scale`."""
+        if self.statistics_first:
+            stats = rows.statistics
+            assert stats is not None
+            one = scale if isinstance(scale, Tensor) else torch.full_like(stats.logprobs, scale)
+            c, h = (torch.zeros_like(one), one) if vector else (one, None)
+            rows._replace(c=c, h=h).write_gradient(logits, self.first, self.backend, out)
+            return
         beside, inputs = None if out is logits else out[None], _slope_inputs(vector, rows.targets, scale)
         arguments = (logits[None], rows.targets, None, rows.transform, _SLOPE, inputs, beside)
         terms: LossTerms = row_functions(self.backend, logits).row_forward_gradient(*arguments)

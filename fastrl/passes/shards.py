@@ -17,18 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import LossTerms, Statistics, Transform
-from fastrl.backend.torch.rows import row_terms
 from fastrl.base import checks
 from fastrl.distributed.groups import start_gather
 from fastrl.distributed.shards import VocabularyShard
 from fastrl.distributed.sums import add_parts, start_add_parts
-from fastrl.objectives.rows import RowInputs, RowObjective
-from fastrl.passes.combined import Combined
-from fastrl.passes.forward_gradient import Chunk, Coefficients, Gradients, GradientSums, empty_terms, inputs_of
+from fastrl.passes.combined import Combined, no_statistics, tile_statistics
+from fastrl.passes.forward_gradient import Chunk, Coefficients, Gradients, GradientSums, empty_terms
 from fastrl.passes.head import Head, Order, Run, Workspace, add_product, slices, store_rows
-from fastrl.passes.linear import FrozenHead, gradient_of_slopes, gradients_of, no_statistics, saved_run
+from fastrl.passes.linear import FrozenHead, gradient_of_slopes, gradients_of, saved_run
 from fastrl.passes.linear import statistics_of as linear_statistics_of
 from fastrl.passes.logits import RowStatistics, coefficients, row_backward, statistics_of
 from fastrl.passes.operator import Once, saved
@@ -198,16 +195,14 @@ def _statistics_backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor 
     return gradients_of(**inputs, **coefficients(d_logprobs, d_entropy), needs=Needs(*ctx.needs))  # type: ignore[arg-type]
 
 
-def _start_statistics(logits: Tensor, rows: Rows, backend: str, shard: VocabularyShard) -> Callable[[], Statistics]:
+def _start_statistics(
+    logits: Tensor, rows: Rows, step: int, backend: str, shard: VocabularyShard
+) -> Callable[[], Statistics]:
     """Starts to form the statistics of rows from this rank's logits (n, v) and those of the others.
 
     Targets are those of the whole vocabulary. The call of what it returns waits for the other ranks.
     """
-    if not logits.shape[1]:
-        return start_gathered(no_statistics(rows.targets), rows.targets, shard)
-    functions: Any = row_functions(backend, logits)
-    local = functions.row_statistics(logits[None], rows.targets - shard.start, None, rows.transform)
-    return start_gathered(local, rows.targets, shard)
+    return start_gathered(tile_statistics(logits, rows, step, backend, shard.start), rows.targets, shard)
 
 
 class _ShardedFrozenHead(FrozenHead):
@@ -215,7 +210,8 @@ class _ShardedFrozenHead(FrozenHead):
 
     def __init__(self, shard: VocabularyShard, *args: Any) -> None:
         super().__init__(*args)
-        self.shard = shard
+        self.shard, self.first, self.statistics_first = shard, shard.start, True
+        self.started = 0  # the chunks whose statistics the ranks have exchanged
         # The parts, by position in the order, if they need a wider dtype than the slopes.
         self.parts: list[Tensor] = []
         if shard.reduces and self.head.hidden.dtype != torch.float32:
@@ -223,23 +219,33 @@ class _ShardedFrozenHead(FrozenHead):
             self.parts = [torch.empty(shape, dtype=torch.float32, device=device) for _ in self.slopes]
 
     def _run(self) -> None:
-        super()._run()
-        for slope, total in enumerate(self.parts or (self.slopes if self.shard.reduces else [])):
+        try:
+            super()._run()
+        except RankFailed:
+            raise
+        except Exception:
+            tile = self.plan.tile("frozen", self.order.count)
+            chunks = [self.rows.targets[part] for part in slices(self.order.count, tile.rows)]
+            _release(chunks[self.started :], 1, self._fail, self.shard)
+            raise
+        for slope, total in enumerate(self._sums()):
             add_parts(total, self.shard.group, self.plan.call.block > 0)
             if self.parts:
                 store_rows(self.slopes[slope], self.order.rows(slice(0, self.order.count)), total, None)
 
-    def _statistics(self, logits: Tensor, rows: Rows) -> Statistics:
-        return _start_statistics(logits, rows, self.backend, self.shard)()
+    def _sums(self) -> list[Tensor]:
+        """What is to be summed over the group."""
+        return self.parts or (self.slopes if self.shard.reduces else [])
 
-    def _write_gradient(
-        self, vector: int, logits: Tensor, rows: Rows, where: Tensor | slice, scale: float | Tensor, out: Tensor
-    ) -> None:
-        stats = rows.statistics
-        assert stats is not None
-        one = scale if isinstance(scale, Tensor) else torch.full_like(stats.logprobs, scale)
-        c, h = (torch.zeros_like(one), one) if vector else (one, None)
-        rows._replace(c=c, h=h).write_gradient(logits, self.shard.start, self.backend, out)
+    def _fail(self) -> None:
+        """Make the sums over the group with NaN for this rank's parts."""
+        for total in self._sums():
+            add_parts(total.fill_(torch.nan), self.shard.group, self.plan.call.block > 0)
+
+    def _statistics(self, logits: Tensor, rows: Rows) -> Statistics:
+        statistics = _start_statistics(logits, rows, self.step, self.backend, self.shard)
+        self.started += 1
+        return statistics()
 
     def _store(self, vector: int, places: slice, where: Tensor | slice, gradient: Tensor) -> None:
         if self.parts:
@@ -324,8 +330,8 @@ def forward_gradient(
     sums = _ShardedSums(shard, head, used, chunks, plan, one_chunk, backend)
     out, whole = empty_terms(targets, used), slice(0, head.entries)
     memory = (head.unpadded(), Tile(sums.longest, head.entries), used.index is not None, backend, False)
-    kind: dict[str, Any] = {"forms_gradient": True, "block": plan.call.block}
-    workspaces = [Workspace(*memory, plan.call.float32_logits, **kind) for _ in range(min(max(len(chunks), 1), 2))]
+    kind: dict[str, Any] = {"forms_gradient": True, "block": plan.call.block, "step": plan.call.step}
+    ahead = min(max(len(chunks), 1), 2)
     begun: list[tuple[int, Tensor, Tensor, Rows, Callable[[], Statistics]]] = []
 
     def end() -> None:
@@ -339,14 +345,15 @@ def forward_gradient(
         out.logprobs[where], out.entropy[where], out.terms[:, where] = stats.logprobs, stats.entropy, terms
         sums.add(chunk, hidden, gradient)
 
-    started = 0
+    workspaces, started = list[Workspace](), 0
     try:
+        workspaces += [Workspace(*memory, plan.call.float32_logits, **kind) for _ in range(ahead)]
         for number, chunk in enumerate(chunks):
             where, workspace = used.rows(slice(chunk.start, chunk.stop)), workspaces[number % len(workspaces)]
             hidden = workspace.hidden(where)
             logits = workspace.logits(hidden, whole)
             rows = Rows(targets[where], transform.of(where))
-            statistics = _start_statistics(logits, rows, backend, shard)
+            statistics = _start_statistics(logits, rows, plan.call.step, backend, shard)
             started += 1
             begun.append((number, hidden, logits, rows, statistics))
             if len(begun) == len(workspaces):
@@ -358,34 +365,19 @@ def forward_gradient(
     except RankFailed:
         raise
     except Exception:
-        _release(targets, used, chunks[started:], len(workspaces), sums, shard)
+        left = [targets[used.rows(slice(chunk.start, chunk.stop))] for chunk in chunks[started:]]
+        _release(left, ahead, sums.fail, shard)
         raise
 
 
-def _release(
-    targets: Tensor, used: Order, chunks: Sequence[Chunk], ahead: int, sums: _ShardedSums, shard: VocabularyShard
-) -> None:
-    """After an error, makes the collectives that the other ranks wait for: those of `chunks`, and the sum of dH.
+def _release(left: Sequence[Tensor], ahead: int, fail: Callable[[], None], shard: VocabularyShard) -> None:
+    """After an error, makes the collectives that the other ranks wait for.
 
-    Where values may be read, the others stop at the first chunk whose statistics are a failure; by then they are
-    `ahead` by so many chunks.
+    Those are of the chunks whose targets are `left`, and the sums of dH, which `fail` makes. Where values may be read,
+    the others stop at the first chunk whose statistics are a failure; by then they are `ahead` by so many chunks.
     """
-    seen = checks.values_are_checked(targets)
-    for chunk in chunks[:ahead] if seen else chunks:
-        ids = targets[used.rows(slice(chunk.start, chunk.stop))]
+    seen = bool(left) and checks.values_are_checked(left[0])
+    for ids in left[:ahead] if seen else left:
         start_gather(torch.stack(failure(ids)), shard.group)()
-    if not (seen and chunks):
-        sums.fail()
-
-
-def row_local_coefficients(objective: RowObjective, inputs: RowInputs) -> Coefficients:
-    """The coefficients of a row-local objective, formed from the statistics of whole rows."""
-
-    def chunk_coefficients(
-        stats: Statistics, where: Tensor | slice, number: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        part = inputs_of(inputs, where)
-        terms, c, h = row_terms(stats.logprobs, stats.entropy, None, objective, part)
-        return terms, c, None if part.entropy_weights is None else h
-
-    return chunk_coefficients
+    if not seen:
+        fail()

@@ -16,7 +16,7 @@ from fastrl.objectives.row_local import ANY, TOKEN, Given, scope, slopes
 from fastrl.planning.budget import default_budget, parse_budget, text
 from fastrl.planning.plans import Plan, applicable, choose, least_budget, within
 from fastrl.planning.prices import plan_seconds
-from fastrl.planning.tiling import INVARIANT_ROWS, NO_TEACHER, Call, Needs, Teacher
+from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher, invariant_rows
 
 #: The dtypes of hidden states and weight, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -106,8 +106,8 @@ def plan_memory(
             `linear_gathered_logprobs`, to which objective, on_policy and longest do not apply.
         logits_dtype: None: logits are rounded to the head's dtype. torch.float32: they are the float32 sums of the
             products, as in an engine that computes its head in float32.
-        batch_invariant: whether a row's result and the gradient of its hidden state have the same bits whatever else is
-            computed: they depend on the row, the head and the options alone. See `docs/batch_invariance.md`.
+        batch_invariant: whether a row's log-probability and entropy have the same bits whatever else is computed, and
+            so has the gradient of its hidden state for given dL/dlogp and dL/dentropy: `docs/batch_invariance.md`.
 
     Returns:
         MemoryPlans. U = 2 N V H floating-point operations. Its `seconds`, of products, their sums, the row kernels and
@@ -196,7 +196,7 @@ def call_of(
         teacher=teacher,
         gathered=gathered,
         float32_logits=float32_logits,
-        block=INVARIANT_ROWS[device] if batch_invariant else 0,
+        block=invariant_rows(device) if batch_invariant else 0,
         **({"scope": TOKEN} if teacher.hidden else _objective(None if gathered else objective, on_policy)),
     )
 

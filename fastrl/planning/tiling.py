@@ -37,14 +37,17 @@ _FAST = 512
 #: bits, and elsewhere, where bytes cost less beside operations. Half do where only the head is read more often.
 _USEFUL, _USEFUL_ELSEWHERE = 512, 64
 #: Rows of logits that a check of a batch-invariant call's products compares, and their copies.
-_CHECKED_ROWS = 16
+CHECKED_ROWS = 16
 #: Columns that are enough for a slice of the vocabulary with all rows.
 _SLICE = 1024
 #: Products are fastest for whole blocks of rows.
 _BLOCK = 256
 #: The rows of every product of a batch-invariant call but those of dL/dweight: of the device alone, so that they are
 #: the same whatever else is computed.
-INVARIANT_ROWS = {"cpu": 256, "cuda": 1024}
+_INVARIANT_ROWS = {"cpu": 512, "cuda": 1024}
+#: The most bytes of a row of its tiles, by the kind of pass; else rows are whole. On a CPU the tile and the slice of
+#: the head then stay in the cache; on a GPU a tile has more rows, and dL/dweight fewer float32 sums.
+_INVARIANT_BYTES = {("cpu", "statistics"): 8 << 10, ("cpu", "gradient"): 8 << 10, ("cuda", "gradient"): 64 << 10}
 #: float64 tensors of the size of what is gathered that combining the statistics of shards holds at once.
 _COMBINED_COPIES = 12
 #: Bytes per row of the float64 values with which the statistics of vocabulary slices are combined
@@ -102,6 +105,11 @@ class Call(NamedTuple):
     float32_logits: bool = False  # whether tiles of logits are float32 although the head is narrower
     block: int = 0  # rows of every product whose result is a row's own, if no row's bits may depend on the others
 
+    @property
+    def step(self) -> int:
+        """The columns of each product that forms whole rows of logits, and of the statistics that are then combined."""
+        return invariant_columns(self, "statistics") if self.block else max(self.vocab, 1)
+
 
 class Tile(NamedTuple):
     """The size of a tile of logits: rows x vocabulary entries."""
@@ -131,7 +139,10 @@ class Pass:
         self.whole_rows = kind in ("forward-gradient", "frozen") or (kind == "statistics" and teacher)
         #: The rows of each of its products, or 0: a sum over rows is of none of them.
         self.block = 0 if kind == "weight" else call.block
-        self.whole_rows = self.whole_rows or self.block > 0
+        #: The columns of each of its tiles; None: as many as fit.
+        self.columns: int | None = call.vocab if self.whole_rows else None
+        if self.block and not self.whole_rows:
+            self.columns = invariant_columns(call, "statistics" if kind == "statistics" else "gradient")
         #: Bytes of a tile per logit: of the logit itself, and of its gradient if that is in a tile of its own.
         self.logit_bytes = itemsize * (call.slopes if kind == "frozen" else 1)
         if call.float32_logits:
@@ -146,8 +157,8 @@ class Pass:
         #: The most rows of a tile, and the fewest rows and columns.
         self.rows = whole_blocks(max(call.rows, 1), self.block)
         self.least = Tile(min(_LEAST_ROWS, self.rows), min(_LEAST_COLUMNS, call.vocab))
-        if self.whole_rows:
-            self.least = Tile(min(least_rows or self.block or 1, self.rows), call.vocab)
+        if self.columns is not None:
+            self.least = Tile(min(least_rows or self.block or 1, self.rows), self.columns)
 
     @property
     def units(self) -> int:
@@ -172,9 +183,9 @@ class Pass:
         fixed = PIECE_BYTES * (call.float32_logits + teacher.float32_logits)
         row = width * (itemsize + 4 * call.float32_logits)
         column, logit = 0, self.logit_bytes
-        if self.block:
-            fixed += _CHECKED_ROWS * vocab * logit
-            row += width * 4 * self.partial  # products in blocks, before they are added
+        if self.block and self.columns is not None:
+            fixed += CHECKED_ROWS * self.columns * logit + self.block * width * 4  # a product, before it is added
+            row += _COMBINED_BYTES * (self.whole_rows and call.step < vocab)
         if teacher.hidden:
             row += teacher.hidden * (teacher.itemsize + 4 * teacher.float32_logits)
             logit += teacher.logit_bytes
@@ -210,19 +221,19 @@ class Pass:
     def tile(self, budget: int, cap: int) -> Tile | None:
         """The tile of about `cap` bytes at most with which the pass takes `budget` bytes at most; None if none does.
 
-        It has whole rows if enough of them fit. Where dL/dweight is summed slice by slice, or statistics on a CPU, it
-        has all rows if they leave room for enough columns. Otherwise half of the bytes may go to what a row holds.
+        It has whole rows if enough of them fit, or the columns that are fixed. Where dL/dweight is summed slice by
+        slice, or statistics on a CPU, it has all rows if they leave room for enough columns. Otherwise half of the
+        bytes may go to what a row holds.
         """
         rows, vocab = self.rows, self.call.vocab
         enough = min(_FAST, rows)
         by_slice = self.kind in ("weight", "both") or (self.call.device == "cpu" and self.kind == "statistics")
-        by_slice, least = by_slice and not self.whole_rows, self.least
-        if not self.whole_rows:
-            cap = min(cap, SLICED_BYTES.get(self.call.device, cap))
-        whole = Tile(self._rows(budget, cap), vocab)
-        if whole.rows == rows or (not by_slice and whole.rows >= (least.rows if self.whole_rows else enough)):
+        by_slice, least = by_slice and self.columns is None, self.least
+        cap = cap if self.whole_rows else min(cap, SLICED_BYTES.get(self.call.device, cap))
+        whole = Tile(self._rows(budget, cap), vocab if self.columns is None else self.columns)
+        if whole.rows == rows or (not by_slice and whole.rows >= (enough if self.columns is None else least.rows)):
             return whole
-        if not self.whole_rows:
+        if self.columns is None:
             fixed, row, _, _ = self._parts(False, False)
             n = min((budget - fixed) // (2 * row), cap // (_SLICE * self.logit_bytes) if by_slice else enough, rows)
             tries = [(rows, _SLICE)] * by_slice + [(max(n, least.rows), least.columns), least] * (whole.rows < enough)
@@ -241,14 +252,14 @@ class Pass:
         return self.bytes(self._smallest(cap if self.whole_rows else min(cap, SLICED_BYTES.get(self.call.device, cap))))
 
     def _rows(self, budget: int, cap: int) -> int:
-        """How many whole rows fit."""
-        rows, vocab = self.rows, self.call.vocab
-        row_bytes = pitch(vocab, self.unit) * self.logit_bytes
+        """How many rows fit, whole or of the columns that are fixed."""
+        rows, columns = self.rows, self.call.vocab if self.columns is None else self.columns
+        row_bytes = pitch(columns, self.unit) * self.logit_bytes
         # One tile of all rows may take what several chunks hold: a tile, and the float32 sums of dL/dweight.
-        if rows * row_bytes <= cap + self.sums_bytes and self.bytes(Tile(rows, vocab)) <= budget:
+        if rows * row_bytes <= cap + self.sums_bytes and self.bytes(Tile(rows, columns)) <= budget:
             return rows
-        fixed, row, column, logit = self._parts(False, True)
-        most = (budget - fixed - vocab * column) // (row + pitch(vocab, self.unit) * logit)
+        fixed, row, column, logit = self._parts(False, columns == self.call.vocab)
+        most = (budget - fixed - columns * column) // (row + pitch(columns, self.unit) * logit)
         return _even(rows, min(most, max(cap // row_bytes, self.least.rows), rows - 1), self.block or _BLOCK)
 
     def _columns(self, rows: int, budget: int, cap: int) -> int:
@@ -259,8 +270,8 @@ class Pass:
 
     def _smallest(self, cap: int) -> Tile:
         """The tile that needs least. All rows, or all columns, may need fewer sums."""
-        rows, vocab, smallest = self.rows, self.call.vocab, self.least
-        for tile in (Tile(self.least.rows, vocab), Tile(rows, self.least.columns), Tile(rows, vocab)):
+        rows, columns, smallest = self.rows, self.call.vocab if self.columns is None else self.columns, self.least
+        for tile in (Tile(self.least.rows, columns), Tile(rows, self.least.columns), Tile(rows, columns)):
             logits = tile.rows * pitch(tile.columns, self.unit) * self.logit_bytes
             if tile.rows == self.least.rows or logits <= cap + self.sums_bytes:
                 smallest = tile if self.bytes(tile) < self.bytes(smallest) else smallest
@@ -274,6 +285,17 @@ def _even(total: int, most: int, block: int) -> int:
     most, block = (most // block * block, block) if most >= block else (most, 1)
     length = -(-total // -(-total // most))
     return -(-length // block) * block
+
+
+def invariant_columns(call: Call, kind: str) -> int:
+    """The columns of each tile of a batch-invariant call's passes of this kind, "statistics" or "gradient"."""
+    row = _INVARIANT_BYTES.get((call.device, kind))
+    return max(call.vocab if row is None else _even(call.vocab, row // call.dtype.itemsize, PITCH), 1)
+
+
+def invariant_rows(device: str) -> int:
+    """The rows of each product of a batch-invariant call."""
+    return _INVARIANT_ROWS.get(device, _INVARIANT_ROWS["cpu"])
 
 
 def whole_blocks(rows: int, block: int) -> int:

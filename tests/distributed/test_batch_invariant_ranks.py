@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from ranks import Ranks, group_of
 from torch import Tensor
 
 import fastrl
+from fastrl.distributed.sums import PIECE_BYTES
+from fastrl.passes import head
+from fastrl.planning.tiling import elementwise_bytes
 
-N, H, V = 300, 512, 2048
+N, H, V = 600, 256, 4500
 OBJECTIVE = fastrl.GRPO(kl_coef=0.0, aggregate="token-mean")
 
 
@@ -54,7 +58,9 @@ def test_of_a_vocabulary_over_ranks(ranks: Ranks, count: int, dtype: torch.dtype
 
 def over_tokens(count: int, dtype: torch.dtype) -> list[Tensor] | None:
     """The results of this rank's tokens, every count-th."""
-    group, rank = group_of(*range(count)), dist.get_rank()
+    rank = dist.get_rank()
+    # torch names a group that its ranks make among themselves by the number of their groups: each rank gets one here.
+    group = group_of(*range(count)) if count > 1 else [group_of(other) for other in range(dist.get_world_size())][rank]
     return loss(torch.arange(rank, N, count), dtype, cp_group=group) if rank < count else None
 
 
@@ -64,3 +70,41 @@ def test_of_tokens_over_ranks(ranks: Ranks, count: int, dtype: torch.dtype) -> N
     whole = loss(torch.arange(N), dtype)
     for rank, results in enumerate(ranks.run(over_tokens, count, dtype)[:count]):
         assert all(torch.equal(mine[rank::count], other) for mine, other in zip(whole, results, strict=True))
+
+
+def test_a_sum_in_order_holds_no_more_than_is_planned() -> None:
+    assert all(size <= elementwise_bytes(device) for device, size in PIECE_BYTES.items())
+
+
+def refused(dtype: torch.dtype, needs: str) -> str:
+    """What a rank is told where the products of rank 1 depend on their rows."""
+
+    def check(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("batch_invariant=True cannot be kept")
+
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randn(n, H, generator=generator).to(dtype) for n in (N, V // 2))
+    hidden.requires_grad_("h" in needs), weight.requires_grad_("w" in needs)
+    of_tokens = {"advantages": torch.ones(1), "old_logprobs": torch.full((1, N), -8.0)}
+    given: dict[str, Any] = {"batch_invariant": True, "tp_group": group_of(*range(dist.get_world_size()))}
+    targets = torch.zeros(N, dtype=torch.int64)
+    with mock.patch.object(head, "check_products", check):
+        try:
+            if needs == "h":
+                fastrl.linear_token_logprobs(hidden, weight, targets, **given)
+            else:
+                fastrl.linear_policy_loss(
+                    hidden[None], weight, targets[None], objective=OBJECTIVE, **of_tokens, **given
+                )
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("needs", ["", "h", "hw"])
+def test_all_ranks_hear_of_products_that_depend_on_their_rows(ranks: Ranks, needs: str) -> None:
+    told = ranks.run(refused, torch.float32, needs)
+    assert told[1] == "RuntimeError: batch_invariant=True cannot be kept"
+    others = "RankFailed: rank 1 of tp_group raised an error while it computed its part"
+    assert [told[rank] for rank in (0, 2, 3)] == [others] * 3

@@ -18,8 +18,7 @@ from vocabulary import assert_as_good_as_torch, target_stats
 import fastrl
 from fastrl.backend.choice import row_functions
 from fastrl.backend.contract import Statistics, Transform
-from fastrl.passes.combined import Combined
-from fastrl.passes.linear import no_statistics
+from fastrl.passes.combined import Combined, no_statistics
 from fastrl.planning.plans import use_plan
 
 SHARDS = (

@@ -82,6 +82,9 @@ class Case:
         self.head["temperature"] = one(1.0, torch.rand(shape, generator=g) + 0.5)
         self.tokens = {"targets": self.targets, "mask": self.mask, "sampling_mask": self._sets(one, g)}
         self.head["logits_dtype"] = one(None, torch.float32)
+        # With gradients in float16 it is not built, and of 5 columns MKL forms other bits in another place.
+        invariant = dtype != torch.float16 and width != 5 and one(False, False, True)
+        self.head |= {"batch_invariant": True} if invariant else {}
         kinds = ("logprobs", "logprobs", "policy", "policy", "cross_entropy", "dpo", "divergence", "gathered")
         kinds += ("preference", "kto")
         self.loss = getattr(self, one(*kinds))(one)
@@ -218,6 +221,7 @@ def test_the_extras_budget_is_the_calls_own(extra: str, softcap: float | None) -
     gradients=st.sampled_from([[], ["hidden"], ["weight"], ["hidden", "weight"], ["hidden", "weight", "bias"]]),
     kept=st.sampled_from([0, 0, 1000]),
     logits_dtype=st.sampled_from([None, torch.float32]),
+    batch_invariant=st.booleans(),
 )
 @example(
     sizes=(7, 7, 7),
@@ -228,6 +232,7 @@ def test_the_extras_budget_is_the_calls_own(extra: str, softcap: float | None) -
     gradients=[],
     kept=0,
     logits_dtype=None,
+    batch_invariant=False,
 )
 def test_what_the_planner_names_is_accepted(sizes: tuple[int, int, int], objective: str, **options: Any) -> None:
     objectives = {"GRPO": fastrl.GRPO(), "GSPO": fastrl.GSPO(), "DeepSeekV32": OBJECTIVES["dropped"]}

@@ -18,6 +18,7 @@ from smallest_budget import SMALLEST
 import fastrl
 from fastrl.bench.measure import Run, peak_temporary_bytes
 from fastrl.losses.divergence import KINDS
+from fastrl.passes import blocks
 from fastrl.planning import plans as memory
 
 RESPONSES = 8
@@ -43,6 +44,7 @@ class Case:
     device: str = "cpu"
     warm: bool = True  # whether a first call, unmeasured, loads kernels and the library's own buffers
     float32_logits: bool = False
+    batch_invariant: bool = False
     padding: int = 0  # rows of the head beyond the vocabulary, and half as many of the teacher's
     sets: str = ""  # "all": every token has a recorded support; "most": nine in ten; "wide": one in ten has half of V
     leaves: list[torch.Tensor] = field(default_factory=list)
@@ -77,13 +79,15 @@ class Case:
         ids = torch.randint(vocab, (n, ENTRIES), generator=g).to(self.device)
         given |= {"memory_budget": self.budget, "logits_dtype": torch.float32 if self.float32_logits else None}
         given |= {"vocab_size": vocab} if self.padding else {}
+        given |= {"batch_invariant": True} if self.batch_invariant else {}
 
         def call() -> Any:
+            blocks._checked.clear()  # each call checks its products
             with memory.use_plan(self.plan) if self.plan else nullcontext():
                 if teacher:
                     options = {
                         name: given[name]
-                        for name in ("mask", "memory_budget", "logits_dtype", "vocab_size")
+                        for name in ("mask", "memory_budget", "logits_dtype", "vocab_size", "batch_invariant")
                         if name in given
                     }
                     out: Any = fastrl.linear_divergence(**head, **teacher, kind=self.objective, **options)

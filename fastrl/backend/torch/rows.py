@@ -16,6 +16,8 @@ from fastrl.objectives.rows import RowInputs, RowObjective
 
 #: Rows are processed in blocks of at most this many entries, so that temporaries stay small.
 BLOCK_ENTRIES = 1 << 17
+#: Entries of a row from which torch adds it up by several threads if there is no other.
+_LONG = 1 << 15
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -41,7 +43,8 @@ def transformed(x: Tensor, transform: Transform, rows: slice = slice(None)) -> t
 def row_blocks(logits: Tensor) -> list[tuple[Tensor, slice]]:
     """Views (n, V) of logits (A, B, V) with the rows that they cover, small enough to work on at once."""
     a, b, v = logits.shape
-    step = max(1, BLOCK_ENTRIES // max(v, 1))
+    # torch adds up a long row in parts if it is alone, and else as a whole: its bits must not depend on the others.
+    step = max(1, BLOCK_ENTRIES // max(v, 1)) if v < _LONG else 1
     return [
         (logits[i, j : j + step], slice(i * b + j, i * b + min(j + step, b)))
         for i in range(a)

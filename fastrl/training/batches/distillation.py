@@ -107,7 +107,7 @@ class Distillation:
         for part in states.split(rows):
             tile = Tile(len(part), len(weight))
             held = Workspace(Head(part.to(dtype), weight, bias), tile, False, forced(), float32_logits=wide)
-            logits = held.logits(held.hidden(slice(None)), slice(None))
+            logits = held.logits(held.hidden(slice(None)), slice(0, len(weight)))
             ids.append(logits.topk(count).indices)  # neither scale nor softcap nor temperature changes the order
             logprobs.append(gathered_logprobs(logits, ids[-1], temperature=self.temperature, **options))
         return torch.cat(ids), torch.cat(logprobs)
