@@ -45,6 +45,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "Ratios and clipping": (
         ("ratio_mean",),
         ("ratio_max",),
+        ("ratio_not_one",),
         ("clip_frac", "clip_frac_low", "clip_frac_high"),
         ("gate_mean",),
         ("ratio_clamped",),

@@ -104,5 +104,6 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _learned(record: dict[str, float | None]) -> dict[str, float]:
-    kept = {name: x for name, x in record.items() if not name.startswith(("time/", "mean_time/", "memory/", "mean_m"))}
+    apart = ("time/", "mean_time/", "memory/", "mean_m", "ratio_not_one")  # the last counts what is rounded otherwise
+    kept = {name: x for name, x in record.items() if not name.startswith(apart)}
     return {name: math.nan if x is None else x for name, x in kept.items()}

@@ -15,7 +15,7 @@ from fastrl.losses.supports import widest_support
 from fastrl.objectives.row_local import ANY, RESPONSE
 from fastrl.planning.budget import BudgetTooSmall, parse_budget, text
 from fastrl.planning.plans import Plan, choose
-from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher
+from fastrl.planning.tiling import NO_TEACHER, Call, Needs, Teacher, invariant_rows
 from fastrl.training.config.sampling import RolloutConfig
 from fastrl.training.config.sections import BudgetConfig, ModelConfig
 from fastrl.training.models.loading import load_config
@@ -38,6 +38,7 @@ class LossCall(NamedTuple):
     width: int = 0  # of the hidden states, if they are not the policy's
     teacher: int = 0  # of a teacher's hidden states, if the loss is a divergence from it
     entries: int = 0  # per token, whose log-probabilities are computed in place of the token's
+    batch_invariant: bool = False
 
     def plan_call(self, vocab: int, hidden: int, bias: bool, config: ModelConfig, device: str) -> Call:
         """The call that the plan is chosen for, with a head of these sizes."""
@@ -74,6 +75,7 @@ class LossCall(NamedTuple):
             teacher=Teacher(self.teacher, dtype.itemsize, wide_logits) if self.teacher else NO_TEACHER,
             gathered=self.entries * self.tokens,
             float32_logits=wide_logits,
+            block=invariant_rows(device) if self.batch_invariant else 0,
         )
 
 

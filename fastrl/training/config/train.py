@@ -47,6 +47,10 @@ class TrainingConfig(BudgetConfig):
     """The number of passes over each rollout."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per pass: the rollout is shuffled and split into this many minibatches."""
+    batch_invariant: bool = False
+    """Compute the policy's losses and log-probabilities, old, new and the reference's, so that the head gives a token
+    the same bits in any micro-batch. Where the decoder does so too, a ratio is exactly 1 until the first update; the
+    start tries that with two sequences."""
     max_skipped_updates: int = Field(10, ge=1)
     """An update whose loss or gradient is not finite is skipped: weights, optimizer and schedule stay as they are, and
     the batch is saved under output_dir/skipped. After this many skipped updates in a row the run stops."""

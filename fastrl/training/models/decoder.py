@@ -17,6 +17,9 @@ from fastrl.training.parallel.shard import reshard
 
 T = TypeVar("T")
 
+#: Tokens of the longer sequence that `is_batch_invariant` tries: every model's context has room for them.
+_TRIED = 12
+
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """The context of a forward whose products have this dtype, which may be narrower than the float32 weights."""
@@ -114,6 +117,21 @@ def exact_dtype(model: PreTrainedModel, dtype: torch.dtype) -> torch.dtype:
     """The type of a model's products in which two forwards differ least: float32, if its attention has a kernel."""
     fixed = is_sharded(model) or "flash" in str(model.config.get_text_config()._attn_implementation)
     return dtype if fixed else torch.float32
+
+
+def is_batch_invariant(decoder: Any, packing: bool = False) -> bool:
+    """Whether two short sequences have the same bits alone and together; longer ones, and more of them, may not."""
+    embedding = decoder.get_input_embeddings().weight
+    tokens = [token % len(embedding) for token in range(_TRIED)]
+    sequences = [tokens, tokens[_TRIED // 3 :][::-1]]
+
+    def states(*rows: list[int]) -> Sequence[Tensor]:
+        ids, mask = left_pad(rows, tokens[0], embedding.device)
+        found = decoder_states(decoder, ids, mask, packing)
+        return (found if packing else found[mask]).split([len(row) for row in rows])
+
+    alone = [states(row)[0] for row in sequences]
+    return all(map(torch.equal, alone, states(*sequences)))
 
 
 @torch.no_grad()

@@ -22,7 +22,14 @@ from fastrl.models.lm_head import LMHead, text_decoder_of
 from fastrl.models.patching import is_sharded
 from fastrl.training.config.sections import ModelConfig
 from fastrl.training.data.turn_end import special_ids, turn_end
-from fastrl.training.models.decoder import autocast, check_batches, decoder_states, in_call, layers_of
+from fastrl.training.models.decoder import (
+    autocast,
+    check_batches,
+    decoder_states,
+    in_call,
+    is_batch_invariant,
+    layers_of,
+)
 from fastrl.training.models.loading import load_tokenizer
 from fastrl.training.models.model import empty_copy, load_model, tensors_of
 from fastrl.training.models.names import name_of
@@ -51,6 +58,7 @@ class Policy:
     logits_dtype: torch.dtype | None = None  # of every linear_* function
     has_adapters: bool = False  # the model is peft's wrapper, and only its adapters are trained
     without_adapters: bool = False  # this policy is the model as it was before it got adapters
+    batch_invariant: bool = False  # of every linear_* function
 
     def compute(self, function: Callable[..., T], *states: Tensor) -> T:
         """`function(*states)` as a call of the model: only in one may decoder and head be used. Backward runs outside.
@@ -74,9 +82,15 @@ class Policy:
 
         def apply(states: Tensor) -> T:
             head = self.head
-            return function(states, head.weight, *args, **options, **head.arguments)
+            invariant = {"batch_invariant": True} if self.batch_invariant else {}
+            return function(states, head.weight, *args, **options, **head.arguments, **invariant)
 
         return self.compute(apply, states)
+
+    @torch.no_grad()
+    def is_batch_invariant(self, packing: bool) -> bool:
+        """Whether the decoder gives two sequences the same bits alone and together."""
+        return self.compute(lambda: is_batch_invariant(self.decoder, packing))
 
     @property
     def head(self) -> LMHead:

@@ -15,6 +15,7 @@ def loss_calls(config: Config, objective: Objective, tokens: int) -> list[LossCa
     whole = config.minibatch * longest
     most = whole if ranks_tokens(objective) else min(max(tokens, longest), whole)
     logprobs = LossCall("log-probabilities", most, most, longest, packing, gradients=False, truncated=config.rollout)
+    logprobs = logprobs._replace(batch_invariant=config.training.batch_invariant)
     loss = logprobs._replace(gradients=True, own_leaf=True)
     if config.has_policy_loss:
         uneven = config.distils_samples or config.advantages.per_token
@@ -26,7 +27,8 @@ def loss_calls(config: Config, objective: Objective, tokens: int) -> list[LossCa
         width = teacher_width(distillation, config.model)
         # A divergence is over the whole vocabulary, whatever the sampling leaves.
         truncated = config.rollout if config.distils_samples else None
-        calls.append(logprobs._replace(what="the teacher's log-probabilities", width=width, truncated=truncated))
+        what = "the teacher's log-probabilities"
+        calls.append(logprobs._replace(what=what, width=width, truncated=truncated, batch_invariant=False))
         if distillation.form == "full":
             calls.append(loss._replace(what="the divergence", scope=TOKEN, teacher=width, truncated=None))
         elif distillation.form == "top-k":
@@ -35,5 +37,9 @@ def loss_calls(config: Config, objective: Objective, tokens: int) -> list[LossCa
     if (pretraining := config.pretraining) is not None:
         length = pretraining.length - 1
         most = pretraining.batch_size * length
-        calls.append(LossCall("pretraining's loss", most, most, length, False, TOKEN))
+        calls.append(
+            LossCall(
+                "pretraining's loss", most, most, length, False, TOKEN, batch_invariant=config.training.batch_invariant
+            )
+        )
     return calls

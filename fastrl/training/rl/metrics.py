@@ -13,7 +13,9 @@ from fastrl.training.batches.rollout import Rollout
 from fastrl.training.parallel.world import World
 
 # How the metrics of several batches are merged; those not listed here are averaged, weighted by the batches' tokens.
-COUNTS = ("tokens", "ratio_clamped", "masked_off_policy", "chosen_by_covariance")
+COUNTS = ("tokens", "ratio_clamped", "masked_off_policy", "chosen_by_covariance", "ratio_not_one")
+# Of a rollout's first update only: there the policy is still the one that sampled.
+FIRST = ("mismatch/abs_log_ratio", "mismatch/k3", "ratio_not_one")
 # Parts of a minibatch's loss, so they are summed over its micro-batches.
 LOSSES = ("loss", "policy_loss", "value_loss")
 MAXIMA = ("ratio_max", "rollout_abs_log_weight_max")

@@ -115,6 +115,12 @@ def make_run(config: Config, world: World = ALONE) -> Run:
     functions = RewardFunctions(config.reward, config.evaluation.metrics, world)
     rewards = make_rewards(config.reward, functions, device, config.model.trust_remote_code, world)
     policy = load_policy(config.model, device, packing=training.packing, world=world)
+    if training.batch_invariant:
+        policy = replace(policy, batch_invariant=True)
+        say(
+            "batch-invariant head; together the decoder gives two sequences "
+            f"{'the same bits as' if policy.is_batch_invariant(training.packing) else 'other bits than'} alone"
+        )
     models = Models(policy)
     if config.distillation is not None:
         models.teacher = load_teacher(config.distillation, config.model, policy, training.packing, world)

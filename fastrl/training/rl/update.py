@@ -22,7 +22,7 @@ from fastrl.training.models.policy import Policy
 from fastrl.training.parallel.seeds import seed_of, shuffled
 from fastrl.training.parallel.shard import gathered
 from fastrl.training.parallel.timing import Stopwatch
-from fastrl.training.rl.metrics import COUNTS, LOSSES, batches_of_all_ranks, merge_metrics
+from fastrl.training.rl.metrics import COUNTS, FIRST, LOSSES, batches_of_all_ranks, merge_metrics
 from fastrl.training.rl.run import Run
 from fastrl.training.run.optimizer import calmer
 
@@ -49,8 +49,7 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
             metrics = merge_metrics(batches_of_all_ranks(run.world, batches), (*COUNTS, *LOSSES))
             if run.data.text is not None:
                 metrics |= pretrain(run, run.data.text, metrics["loss"])
-            # From the first update only: there the policy is still the one that sampled.
-            measured = {name: metrics.pop(name) for name in list(metrics) if name.startswith("mismatch/")}
+            measured = {name: metrics.pop(name) for name in FIRST if name in metrics}
             mismatch = mismatch or measured
             metrics |= _clip(run)
             if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
@@ -186,6 +185,9 @@ def _policy_loss(run: Run, part: Part, leaf: Tensor) -> dict[str, Tensor]:
     metrics = {**result.metrics, "loss": loss.detach().float()}
     if sampler_logprobs is not None:
         metrics |= _mismatch(result.logprobs, sampler_logprobs, arguments.get("mask"))
+    if arguments["old_logprobs"] is not None:
+        differs, mask = result.logprobs != arguments["old_logprobs"], arguments.get("mask")
+        metrics["ratio_not_one"] = (differs if mask is None else differs & mask).sum().float()
     return metrics
 
 

@@ -26,6 +26,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek-v3.2": {
         "objective": {"name": "deepseekv32", "kl_coef": 0.05, "off_policy_delta": 0.5},
         "rollout": {"top_p": 0.9},
+        "training": {"batch_invariant": True},
     },
     # Each rank draws with the policy itself: the same tokens.
     "transformers": {"rollout": {"engine": "transformers"}},

@@ -18,7 +18,9 @@ RUNS = {
 
 
 def same(found, expected):
-    """Metrics to float32 rounding, which the products of other batches have."""
+    """Metrics to float32 rounding, which the products of other batches have, and without the count of such tokens."""
+    for step in (*found, *expected):
+        step.pop("ratio_not_one", None)
     assert found == [pytest.approx(step, rel=1e-6, abs=1e-6, nan_ok=True) for step in expected]
 
 

@@ -17,7 +17,7 @@ from fastrl.training.rl.train import train
 
 SAMPLED = {"reward", "reward_std", "without_reward", "without_variance", "length", "truncated"}
 LOSS = {"loss", "policy_loss", "kl", "approx_kl", "entropy", "gate_mean", "masked_off_policy", "tokens"}
-RATIOS = {"ratio_mean", "ratio_max", "ratio_clamped", "clip_frac", "clip_frac_low", "clip_frac_high"}
+RATIOS = {"ratio_mean", "ratio_max", "ratio_not_one", "ratio_clamped", "clip_frac", "clip_frac_low", "clip_frac_high"}
 UPDATE = {"grad_norm", "lr", "skipped_updates", "mismatch/abs_log_ratio", "mismatch/k3", "memory/peak_gib"}
 TIMES = ("generate", "reward", "logprobs", "update", "loss", "loss_share", "step", "evaluation")
 METRICS = SAMPLED | LOSS | RATIOS | UPDATE | {f"time/{name}" for name in TIMES}
