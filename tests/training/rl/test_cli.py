@@ -16,6 +16,7 @@ import fastrl.doctor
 from fastrl.base import dependencies
 from fastrl.base.errors import UserError
 from fastrl.cli import COMMANDS, main
+from fastrl.passes import blocks
 from fastrl.training.config.settings import parse_command_line
 from fastrl.training.config.train import Config
 
@@ -228,6 +229,25 @@ def test_doctor_says_how_threads_wait(monkeypatch, capsys):
     monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
     assert main(["doctor"]) == 0
     assert re.search(r"threads that wait +GOMP_SPINCOUNT=1000\n", capsys.readouterr().out)
+
+
+def test_doctor_says_where_products_depend_on_their_rows(monkeypatch, capsys):
+    """In a library that scales a row by something of the one before, with several threads."""
+    monkeypatch.setattr(blocks, "_checked", set())
+    assert main(["doctor"]) == 0
+    assert len(re.findall(r"cpu, (?:float32|bfloat16) +holds with 1, 2.* threads", capsys.readouterr().out)) == 2
+    monkeypatch.setattr(blocks, "_checked", set())
+    honest, cores = torch.mm, torch.get_num_threads()
+
+    def mm(a, b, *, out, **options):
+        honest(a, b, out=out, **options)
+        return out.mul_(1 + a.roll(1, 0)[:, :1] * (torch.get_num_threads() - 1))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    assert main(["doctor"]) == 0
+    told = r"cpu, float32 +fails with 2 threads: batch_invariant=True cannot be kept .* 512 rows over 512"
+    assert re.search(told, capsys.readouterr().out)
+    assert torch.get_num_threads() == cores
 
 
 def test_doctor_says_what_is_missing_for_some_configs(monkeypatch, capsys):
