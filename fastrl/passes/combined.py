@@ -66,6 +66,12 @@ class Combined:
         return Statistics(*(x.float() for x in stats))
 
 
+def no_statistics(targets: Tensor) -> Statistics:
+    """The statistics (N,) of no logits at all, as of an empty shard: a maximum of -inf, which `Combined` leaves out."""
+    zeros = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
+    return Statistics(zeros, zeros, torch.full_like(zeros, -torch.inf), zeros)
+
+
 def sliced_statistics(
     logits_of: Callable[[slice], Tensor], rows: Rows, vocab: int, step: int, backend: str
 ) -> Statistics:
@@ -87,14 +93,8 @@ def sliced_statistics(
     return combined.finish()
 
 
-def no_statistics(targets: Tensor) -> Statistics:
-    """The statistics (N,) of no logits at all, as of an empty shard: a maximum of -inf, which `Combined` leaves out."""
-    zeros = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
-    return Statistics(zeros, zeros, torch.full_like(zeros, -torch.inf), zeros)
-
-
 def tile_statistics(logits: Tensor, rows: Rows, step: int, backend: str, first: int = 0) -> Statistics:
-    """The same of whole rows of logits (n, v), of which the vocabulary entry `first` is the first."""
+    """`sliced_statistics` of rows whose logits (n, v) are formed; `first` is the vocabulary entry of their first."""
     if first:
         rows = rows._replace(targets=rows.targets - first)
     return sliced_statistics(lambda columns: logits[:, columns], rows, logits.shape[1], step, backend)

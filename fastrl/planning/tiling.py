@@ -154,8 +154,9 @@ class Pass:
         self.sums_bytes = 4 * call.vocab * call.hidden if superfluous else 0
         #: Tiles of the kernels for pairs of rows are contiguous.
         self.unit = 1 if teacher else PITCH
-        #: The most rows of a tile, and the fewest rows and columns.
+        #: The most rows and columns of a tile, and the fewest.
         self.rows = whole_blocks(max(call.rows, 1), self.block)
+        self.most_columns = call.vocab if self.columns is None else self.columns
         self.least = Tile(min(_LEAST_ROWS, self.rows), min(_LEAST_COLUMNS, call.vocab))
         if self.columns is not None:
             self.least = Tile(min(least_rows or self.block or 1, self.rows), self.columns)
@@ -225,12 +226,12 @@ class Pass:
         slice, or statistics on a CPU, it has all rows if they leave room for enough columns. Otherwise half of the
         bytes may go to what a row holds.
         """
-        rows, vocab = self.rows, self.call.vocab
+        rows = self.rows
         enough = min(_FAST, rows)
         by_slice = self.kind in ("weight", "both") or (self.call.device == "cpu" and self.kind == "statistics")
         by_slice, least = by_slice and self.columns is None, self.least
         cap = cap if self.whole_rows else min(cap, SLICED_BYTES.get(self.call.device, cap))
-        whole = Tile(self._rows(budget, cap), vocab if self.columns is None else self.columns)
+        whole = Tile(self._rows(budget, cap), self.most_columns)
         if whole.rows == rows or (not by_slice and whole.rows >= (enough if self.columns is None else least.rows)):
             return whole
         if self.columns is None:
@@ -253,7 +254,7 @@ class Pass:
 
     def _rows(self, budget: int, cap: int) -> int:
         """How many rows fit, whole or of the columns that are fixed."""
-        rows, columns = self.rows, self.call.vocab if self.columns is None else self.columns
+        rows, columns = self.rows, self.most_columns
         row_bytes = pitch(columns, self.unit) * self.logit_bytes
         # One tile of all rows may take what several chunks hold: a tile, and the float32 sums of dL/dweight.
         if rows * row_bytes <= cap + self.sums_bytes and self.bytes(Tile(rows, columns)) <= budget:
@@ -270,7 +271,7 @@ class Pass:
 
     def _smallest(self, cap: int) -> Tile:
         """The tile that needs least. All rows, or all columns, may need fewer sums."""
-        rows, columns, smallest = self.rows, self.call.vocab if self.columns is None else self.columns, self.least
+        rows, columns, smallest = self.rows, self.most_columns, self.least
         for tile in (Tile(self.least.rows, columns), Tile(rows, self.least.columns), Tile(rows, columns)):
             logits = tile.rows * pitch(tile.columns, self.unit) * self.logit_bytes
             if tile.rows == self.least.rows or logits <= cap + self.sums_bytes:

@@ -82,6 +82,7 @@ class Policy:
 
         def apply(states: Tensor) -> T:
             head = self.head
+            # Functions that a teacher is applied to do not take it.
             invariant = {"batch_invariant": True} if self.batch_invariant else {}
             return function(states, head.weight, *args, **options, **head.arguments, **invariant)
 

@@ -35,7 +35,7 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
     seconds in the vocabulary's losses.
     """
     training, history, skipped = run.config.training, list[dict[str, Any]](), 0
-    watch, mismatch = Stopwatch(run.models.policy.device), dict[str, Tensor]()
+    watch, first = Stopwatch(run.models.policy.device), dict[str, Tensor]()
     covariance = run.loss.objective.covariance
     for epoch in range(training.epochs):
         order = shuffled(len(rollout.input_ids), training.seed, "minibatches", run.step, epoch)
@@ -50,7 +50,7 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
             if run.data.text is not None:
                 metrics |= pretrain(run, run.data.text, metrics["loss"])
             measured = {name: metrics.pop(name) for name in FIRST if name in metrics}
-            mismatch = mismatch or measured
+            first = first or measured
             metrics |= _clip(run)
             if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
                 run.optimizer.step()
@@ -61,7 +61,7 @@ def update(run: Run, rollout: Rollout) -> dict[str, float]:
                 skipped += 1
                 _skip(run, rollout.select(rows), f"update-{len(history) + skipped:04d}")
             run.optimizer.zero_grad(set_to_none=True)
-    numbers = {name: value.item() for name, value in {**merge_metrics(history, COUNTS), **mismatch}.items()}
+    numbers = {name: value.item() for name, value in {**merge_metrics(history, COUNTS), **first}.items()}
     if history:
         numbers["kl_last"] = history[-1]["kl"].item() if run.loss.coef else math.nan
     return {**numbers, "skipped_updates": skipped, "time/loss": watch.seconds()}

@@ -411,7 +411,8 @@ def test_twenty_kills_at_random_moments_change_no_metric(tables, whole, victims)
             assert_whole(run)
             # keep_checkpoints, one that was killed before it could be removed, and one that is not complete
             assert len(checkpoints(folder(run))) <= 4
-    assert started([*command(run), "--resume"], 2).statuses == [0, 0]
+    ended = started([*command(run), "--resume"], 2)
+    assert ended.statuses == [0, 0], ended.errors
     assert_same_steps(run, expected, steps, 0.0)
 
 
